@@ -75,10 +75,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--format", choices=FORMATS, help="of --files; json: one JSON object per line; both may be compressed")
     add("--files", nargs="+", metavar="PATTERN", help="paths, or quoted patterns: 'corpus/**/*.jsonl'")
-    add("--dataset", nargs="+", metavar="NAME", help="instead of --files, read with the package datasets: a name on "
-        "the Hugging Face hub, a folder (save_to_disk, or data files), or data files and quoted patterns")  # fmt: skip
-    add("--subset", metavar="NAME", help="of --dataset, if it has several")
-    add("--split", help="of --dataset: train, or a slice such as train[:1%%]")
+    add("--dataset", nargs="+", metavar="NAME", help="instead of --files: data files and quoted patterns (Parquet, "
+        "Arrow, JSON, CSV, text), a folder (save_to_disk, data files), or a name on the Hugging Face hub")  # fmt: skip
+    add("--subset", metavar="NAME", help="of a folder or a name on the hub that has several")
+    add("--split", help="of a folder or a name on the hub, there also a slice: train[:1%%]")
     add("--field", help="JSON field or column with the text; meta.text for a field inside meta (default text)")
     add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
     add("--tokenizer", required=True, metavar="FILE", help=f"{KINDS}; or the tokenizer.json to write")

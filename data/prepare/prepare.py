@@ -2,9 +2,9 @@
 
     part -> tasks (readers.py) -> records, split, tokens (tokenize.py, on all cores) -> growing files -> .bin, .idx
 
-A malformed record (not JSON, no string in the field, not UTF-8) is skipped and counted by its problem; the first few
-are reported with their place. The preparation fails once their share is clearly above the limit. A record without text
-is skipped too, but is not an error.
+A malformed record (not JSON, no string in the field, not UTF-8, not encodable by the tokenizer) is skipped and counted
+by its problem; the first few are reported with their place. The preparation fails once their share is clearly above the
+limit. A record without text is skipped too, but is not an error.
 
 The output is a function of the records in order, the tokenizer and the options. It does not depend on the number of
 processes or on interruptions. The work in progress is in the folder OUTPUT.parts:
@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -39,10 +40,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.indexed import dtype_for_vocabulary, write_index
-from data.prepare.readers import Part, Task
+from data.prepare.readers import NOT_JSON, Part, Task
 from data.prepare.tokenize import (
     REPORTED_RECORDS,
     SPLITS,
+    UNENCODABLE,
     Encoded,
     Options,
     SplitCount,
@@ -61,7 +63,7 @@ SAVE_SECONDS = 30.0
 CLEAR_AFTER_RECORDS = 1000
 _FACTS_FORMAT = 1
 # Of the work folder: increase it when inputs are cut into other tasks, or a file there has another meaning.
-_WORK_FORMAT = 4
+_WORK_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -272,13 +274,30 @@ def _encode(
 
 def _check_malformed(state: State, options: Options, at_end: bool) -> None:
     allowed, malformed, records = options.max_malformed, state.num_malformed, state.records
+    if allowed and records < CLEAR_AFTER_RECORDS:
+        # Of few records, one that the tokenizer cannot encode says nothing about the tokenizer.
+        malformed -= state.malformed.get(UNENCODABLE, 0)
     is_clear = records >= CLEAR_AFTER_RECORDS and malformed > 2 * allowed * records
     if (malformed and allowed == 0) or is_clear or (at_end and malformed > allowed * records):
         first = "" if at_end else "the first "
         raise ValueError(
             f"{malformed:,} of {first}{records:,} records are malformed ({', '.join(state.problems)}), more than the "
-            f"allowed share {allowed:g}; correct them, give the right --field and --format, or raise --max-malformed"
+            f"allowed share {allowed:g}; {_remedy(state)}"
         )
+
+
+def _remedy(state: State) -> str:
+    """What helps against too many malformed records: nothing that the same check would refuse again."""
+    remedies = ["correct them"]
+    if NOT_JSON in state.malformed:
+        remedies.append("give Parquet, Arrow and CSV as --dataset and plain text with --format text")
+    if any("field" in problem for problem in state.malformed):
+        remedies.append("give the right --field")
+    if UNENCODABLE in state.malformed:
+        remedies.append("give another --tokenizer")
+    if state.num_malformed < state.records:
+        remedies.append(f"raise --max-malformed to {math.ceil(100 * state.num_malformed / state.records) / 100:g}")
+    return ", or ".join(remedies)
 
 
 def _check(state: State, options: Options, splits: Sequence[str]) -> None:

@@ -3,12 +3,15 @@
 A task is a piece of input of limited size: a `functools.partial` of one of the `*_records` functions below that
 includes its input, so it gives the same records in every process. Cutting the input is cheap; the processes that
 tokenize also parse the JSON.
+
+Of a table one column is read, as bytes or strings; no reader guesses types, and other columns do not matter.
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import glob
 import gzip
 import hashlib
@@ -19,20 +22,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 FORMATS = ("json", "text")
-# File endings that `datasets` reads, and its names for these formats.
-DATA_FILES = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".txt": "text",
-}
-
 # Characters of input in a task: large enough that sending it is cheap, small enough that no core waits long at the end.
 TASK_SIZE = 1 << 20
 READ_BYTES = 1 << 20
@@ -40,7 +34,7 @@ MAX_CHARACTERS = 1 << 30
 """The longest line or text file that is read, in characters: it must fit into memory."""
 _FILES_IN_A_TASK = 256
 _FILES_IN_A_PART = 1000
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE = 1000  # a text column of so many rows fits into memory
 _ROWS_IN_A_TASK = 8000
 
 _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
@@ -56,8 +50,9 @@ _ZSTANDARD_READ_BYTES = 1 << 13  # small, because it decompresses at once to up 
 
 EMPTY = "empty"
 _NOT_UTF8 = "not UTF-8"
-_NOT_JSON = "not JSON (one object a line is read)"
+NOT_JSON = "not JSON (one object a line is read)"
 _NOT_AN_OBJECT = "not a JSON object"
+_NOT_A_ROW = "not a row of CSV with a cell for each name in the first line"
 # The value of a row without the field; no table contains it, and it is the same object in all processes.
 _MISSING = ...
 
@@ -111,7 +106,7 @@ def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[
     format: "json": one JSON object per line with the text in `field`; `a.b` is the field b of the object a, unless
     there is a field with the name "a.b". "text": UTF-8; each file is a document.
 
-    Raises ValueError for an archive; OSError for a file that cannot be opened.
+    Raises ValueError for an archive and for a table; OSError for a file that cannot be opened.
     """
     assert format in FORMATS, format
     for path in files:
@@ -120,10 +115,11 @@ def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[
             raise ValueError(
                 f"{path} is compressed as {refused[-1]}; unpack it, or compress each file as .gz, .bz2, .xz or .zst"
             )
-        with open(path, "rb"):
-            pass  # fail now, not after hours
+        with open(path, "rb") as file:  # a file that cannot be opened fails now, not after hours
+            if file.read(4) in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
+                raise ValueError(f"{path} is a Parquet or Arrow file, not {format}; give it as --dataset")
     if format == "json":
-        return [Part(partial(_line_tasks, path, field), (path,)) for path in files]
+        return [Part(partial(_json_tasks, path, field), (path,)) for path in files]
     groups = [tuple(files[i : i + _FILES_IN_A_PART]) for i in range(0, len(files), _FILES_IN_A_PART)]
     return [Part(partial(_document_tasks, group), group) for group in groups]
 
@@ -131,38 +127,71 @@ def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[
 def open_dataset(
     names: Sequence[str], split: str | None = None, field: str = "text", subset: str | None = None
 ) -> list[Part]:
-    """One split of a dataset that `datasets` reads, as one part of a corpus. A slice of a split (`train[:1%]`) works
-    except for a saved folder.
+    """One split of a dataset as parts of a corpus.
 
     names: a folder written by `save_to_disk`, a folder of data files, a name on the Hugging Face hub, or data files and
-    patterns of them, all of one kind of DATA_FILES. split: None if there is only one.
+    patterns of them; their endings are those of TABLES, and CSV, JSON and text may be compressed. split: None if there
+    is only one; on the hub it may be a slice (`train[:1%]`).
 
     Raises FileNotFoundError for a pattern without a file; ValueError for a split or subset that is missing or has no
-    effect, for files of unknown or different kinds, and if the package `datasets` is not installed.
+    effect, a file of unknown kind or whose field is missing or not text, and for a package that is not installed.
     """
-    try:
-        import datasets  # noqa: F401 - an optional package
-    except ImportError as error:
-        raise ValueError(f'--dataset needs a package ({error}); pip install "megatron_fp4[datasets]"') from error
-    are_files = len(names) > 1 or Path(names[0]).is_file() or glob.has_magic(names[0])
-    has_one_split = are_files or _is_saved(names[0])
-    if has_one_split and subset is not None:
-        raise ValueError(f"{names[0]} has no subset {subset!r}; leave it out")
-    if not has_one_split and split is None:
-        raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
-    if are_files:
+    named = Path(names[0])
+    if len(names) > 1 or named.is_file() or glob.has_magic(names[0]) or named.suffix.lower() in TABLES:
+        if subset is not None or split not in (None, "train"):
+            option = f"--split {split}" if subset is None else f"--subset {subset}"
+            raise ValueError(f"{option} has no effect with files, which are read as a whole; leave it out")
         files = find_files(names)
-        kinds = {DATA_FILES.get(path.suffix.lower(), "") for path in files}
-        if len(kinds) > 1 or "" in kinds:
-            raise ValueError(f"--dataset {names[0]}: give files of one kind, ending in {', '.join(DATA_FILES)}")
-        source = (*kinds, *(glob.escape(str(path)) for path in files))  # `datasets` takes patterns
+    elif named.is_dir():
+        files = _files_of_split(names[0], split, subset)
+    elif split is None:
+        raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
     else:
-        source, files = (names[0],), sorted(path for path in Path(names[0]).rglob("*") if path.is_file())
-    return [Part(partial(_dataset_tasks, source, split, field, subset), tuple(files))]
+        return [Part(partial(_hub_tasks, names[0], split, field, subset))]
+    parts = []
+    for path in files:
+        endings = [ending.lower() for ending in path.suffixes if ending.lower() in TABLES]
+        packed = path.suffix.lower() in (*_DECOMPRESSORS, ".zst")
+        if not endings or not (packed or path.suffix.lower() == endings[-1]):
+            raise ValueError(f"--dataset {path}: give files ending in {', '.join(TABLES)}")
+        tasks = partial(TABLES[endings[-1]], path, field)
+        next(tasks(), None)  # a wrong column fails now, not after hours
+        parts.append(Part(tasks, (path,)))
+    return parts
 
 
-def _is_saved(name: str) -> bool:
-    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
+def _files_of_split(folder: str, split: str | None, subset: str | None) -> list[Path]:
+    """The data files of a split of a folder; `datasets` knows which they are."""
+    if any((Path(folder) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        if subset is not None:
+            raise ValueError(f"{folder} has no subset {subset!r}; leave it out")
+        found = _of_datasets(folder, lambda datasets: datasets.load_from_disk(folder))
+        saved = dict(found) if isinstance(found, dict) else {found.split or "train": found}
+        splits = {str(name): [file["filename"] for file in table.cache_files] for name, table in saved.items()}
+        split = next(iter(splits)) if split is None and len(splits) == 1 else split
+    else:
+        found = _of_datasets(folder, lambda datasets: datasets.load_dataset_builder(folder, subset))
+        splits = {str(name): files for name, files in (found.config.data_files or {}).items()}
+    if split not in splits:
+        raise ValueError(f"--dataset {folder}: name one of its splits with --split: {', '.join(splits)}")
+    return [Path(file) for file in splits[split]]
+
+
+def _of_datasets(what: str, call: Callable[[Any], Any]) -> Any:
+    """What `call` returns for the package `datasets`. Raises ValueError that names `what`."""
+    try:
+        import datasets  # an optional package
+    except ImportError as error:
+        raise _needs_package(error) from error
+    try:
+        return call(datasets)
+    except Exception as error:  # `datasets` raises many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"datasets cannot read {what}: {reason}") from error
+
+
+def _needs_package(error: ImportError) -> ValueError:
+    return ValueError(f"--dataset needs a package ({error}); pip install -e '.[datasets]'")
 
 
 # The processes that tokenize call these.
@@ -177,10 +206,16 @@ def json_records(path: str, first_line: int, text: str, field: str) -> Iterator[
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            yield Record(where, "", _NOT_JSON)
+            yield Record(where, "", NOT_JSON)
         else:
             is_object = isinstance(value, dict)
             yield _record(where, _value(value, field), field) if is_object else Record(where, "", _NOT_AN_OBJECT)
+
+
+def line_records(path: str, first_line: int, text: str) -> Iterator[Record]:
+    """The lines of a text file as records. first_line: the number of the first line."""
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=first_line):
+        yield _record(f"{path}:{number}", line)
 
 
 def file_records(files: list[tuple[str, str]]) -> Iterator[Record]:
@@ -190,7 +225,8 @@ def file_records(files: list[tuple[str, str]]) -> Iterator[Record]:
 
 
 def row_records(where: str, first_row: int, values: list[Any], field: str) -> Iterator[Record]:
-    """The records of values of one column. first_row: the number of the first value's row."""
+    """The records of values of one column: strings, bytes of UTF-8, None, or errors that say what is wrong with a row.
+    first_row: the number of the first value's row, from 1."""
     for number, value in enumerate(values, start=first_row):
         yield _record(f"{where}, row {number}", value, field)
 
@@ -210,6 +246,10 @@ def _record(where: str, value: Any, field: str = "") -> Record:
         return Record(where, "", f"without a field {field!r}")
     if value is None:
         return Record(where, "", EMPTY)
+    if isinstance(value, ValueError):
+        return Record(where, "", str(value))
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
     if not isinstance(value, str):
         return Record(where, "", f"whose field {field!r} is not a string")
     try:
@@ -222,9 +262,14 @@ def _record(where: str, value: Any, field: str = "") -> Record:
 # Files.
 
 
-def _line_tasks(path: Path, field: str) -> Tasks:
+def _json_tasks(path: Path, field: str) -> Tasks:
     for position, line, text in _blocks(path):
         yield position, partial(json_records, str(path), line, text, field)
+
+
+def _line_tasks(path: Path, field: str) -> Tasks:
+    for position, line, text in _blocks(path):
+        yield position, partial(line_records, str(path), line, text)
 
 
 def _document_tasks(paths: Sequence[Path]) -> Tasks:
@@ -232,7 +277,7 @@ def _document_tasks(paths: Sequence[Path]) -> Tasks:
     files: list[tuple[str, str]] = []
     size = position = 0
     for path in paths:
-        text = "".join(block for _, _, block in _blocks(path, in_lines=False))
+        text = "".join(block for _, _, block in _blocks(path, in_lines=False, translate=False))
         files.append((str(path), text))
         size += len(text)
         position += path.stat().st_size
@@ -243,12 +288,12 @@ def _document_tasks(paths: Sequence[Path]) -> Tasks:
         yield position, partial(file_records, files)
 
 
-def _blocks(path: Path, in_lines: bool = True) -> Iterator[tuple[int, int, str]]:
+def _blocks(path: Path, in_lines: bool = True, translate: bool = True) -> Iterator[tuple[int, int, str]]:
     """(position in the file, number of the first line, text) of blocks of complete lines with about TASK_SIZE
-    characters each. in_lines: False for one block with the whole file. Raises ValueError for a line or a block that is
-    too long."""
+    characters each. in_lines: False for one block with the whole file. translate: as for `_text`. Raises ValueError for
+    a line or a block that is too long."""
     position, line, held = 0, 1, ""
-    for position, piece in _text(path):
+    for position, piece in _text(path, translate):
         held += piece
         if in_lines and len(held) >= TASK_SIZE and (end := held.rfind("\n") + 1):
             yield position, line, held[:end]
@@ -261,11 +306,12 @@ def _blocks(path: Path, in_lines: bool = True) -> Iterator[tuple[int, int, str]]
         yield position, line, held
 
 
-def _text(path: Path) -> Iterator[tuple[int, str]]:
-    r"""(position after it, piece) of a file's text, without a byte order mark and with "\n" as the end of each line.
-    Bytes that are not UTF-8 become surrogates."""
-    utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+def _text(path: Path, translate: bool = True) -> Iterator[tuple[int, str]]:
+    r"""(position after it, piece) of a file's text, without a byte order mark. Bytes that are not UTF-8 become
+    surrogates. translate: "\n" ends every line, whatever does so in the file."""
+    decoder: Any = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    if translate:
+        decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
     position = 0
     for position, piece in _decompressed(path):
         yield position, decoder.decode(piece)
@@ -315,60 +361,169 @@ def _zstandard(file: BinaryIO) -> Iterator[bytes]:
 # Tables.
 
 
-def _dataset_tasks(source: tuple[str, ...], split: str | None, field: str, subset: str | None) -> Tasks:
-    """source: (folder or name on the hub), or (kind of file, files ...)."""
-    files = source[1:] or source
-    more = f"and {len(files) - 1} more" if len(files) > 1 else None
-    where = " ".join(filter(None, (files[0], more, subset, split)))
-    first, size = 1, 0  # the row of the first value, and the characters of all of them
+def _row_tasks(where: str, batches: Iterator[tuple[int, list[Any]]], field: str) -> Tasks:
+    """batches: (position in the file, values of the next rows)."""
+    first, size, position = 1, 0, 0  # the row of the first value, and the characters of all of them
     values: list[Any] = []
-    try:
-        table = _table(source, split, subset)
-        if names := table.column_names:  # some streams do not know their columns before they are read
-            # Read only the column that is needed; if there is none, any other, to count the rows.
-            wanted = [name for name in (field, field.partition(".")[0]) if name in names]
-            table = table.select_columns([*wanted, names[0]][:1])
-        for batch in table.with_format("arrow").iter(_ROWS_AT_ONCE):
-            for value in _column(batch, field):
-                values.append(value)
-                size += len(value) if isinstance(value, str) else 8
-                if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
-                    yield 0, partial(row_records, where, first, values, field)
-                    first, values, size = first + len(values), [], 0
-    except Exception as error:  # `datasets` raises many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"datasets cannot read {where}: {reason}") from error
+    for position, batch in batches:
+        for value in batch:
+            values.append(value)
+            size += len(value) if isinstance(value, str | bytes) else 8
+            if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
+                yield position, partial(row_records, where, first, values, field)
+                first, values, size = first + len(values), [], 0
     if values:
-        yield 0, partial(row_records, where, first, values, field)
+        yield position, partial(row_records, where, first, values, field)
 
 
-def _table(source: tuple[str, ...], split: str | None, subset: str | None) -> Any:
-    import datasets
-
-    name = source[0]
-    if len(source) == 1 and _is_saved(name):
-        found = datasets.load_from_disk(name)
-        splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
-        if split not in splits and (split is not None or len(splits) > 1):
-            raise ValueError(f"name one of its splits with --split: {', '.join(splits)}")
-        return splits[split or next(iter(splits))]
-    # `datasets` can stream a full split, but loads a split into its cache to slice it.
-    streams = "[" not in (split or "") and "+" not in (split or "")
-    given: dict[str, Any] = {"data_files": list(source[1:])} if len(source) > 1 else {"name": subset}
-    return datasets.load_dataset(name, split=split or "train", streaming=streams, **given)
-
-
-def _column(batch: Any, field: str) -> list[Any]:
-    """The values of a field that is a column of an Arrow batch, or a field of a column."""
-    column = field if field in batch.schema.names else field.partition(".")[0]
-    if column not in batch.schema.names:
-        return [_MISSING] * batch.num_rows
-    values = batch.column(column)
+def _array_or_json_tasks(path: Path, field: str) -> Tasks:
+    """A file that is one array of objects, or has one object on each line."""
+    start = next((piece.lstrip() for _, piece in _text(path) if piece.strip()), "")
+    if not start.startswith("["):
+        return _json_tasks(path, field)
+    _, _, text = next(_blocks(path, in_lines=False))
     try:
-        found = values.to_pylist()
-    except UnicodeDecodeError:
-        import pyarrow
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} begins as an array of JSON, but is not one ({error}); correct it") from error
+    return _row_tasks(str(path), iter([(0, [_value(row, field) for row in rows])]), field)
 
-        found = values.cast(pyarrow.large_binary()).to_pylist()
-        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in found]
-    return found if column == field else [_value({column: value}, field) for value in found]
+
+def _csv_tasks(path: Path, field: str) -> Tasks:
+    """CSV by RFC 4180 with a line of names; each cell is text exactly as it is in the file."""
+    position = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal position
+        for reached, _, block in _blocks(path, translate=False):
+            position = reached
+            yield from io.StringIO(block, newline="")
+
+    def batches() -> Iterator[tuple[int, list[Any]]]:
+        csv.field_size_limit(MAX_CHARACTERS)
+        reader = csv.reader(lines(), strict=True)
+        names: list[str] = []
+        for number in count():
+            row: list[str] = []
+            try:
+                while not row:  # blank lines
+                    row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "unexpected end of data" in str(error):
+                    raise ValueError(
+                        f"{path}: row {number} opens a quote that is never closed; double the quotes inside of cells"
+                    ) from error
+            if number == 0:
+                names = row
+                column = names.index(_column(path, field, names))
+            else:
+                yield position, [row[column] if len(row) == len(names) else ValueError(_NOT_A_ROW)]
+
+    return _row_tasks(str(path), batches(), field)
+
+
+def _arrow_tasks(read: Callable[[Path, str], Iterator[Any]], path: Path, field: str) -> Tasks:
+    """read: gives the record batches of a file."""
+
+    def batches() -> Iterator[tuple[int, list[Any]]]:
+        try:
+            import pyarrow  # an optional package
+        except ImportError as error:
+            raise _needs_package(error) from error
+        done = 0
+        try:
+            for batch in read(path, field):
+                yield 0, _texts(path, batch, field)
+                done += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} cannot be read after row {done} ({reason}); copy it again") from error
+
+    return _row_tasks(str(path), batches(), field)
+
+
+def _parquet_batches(path: Path, field: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        if file.metadata.num_rows:
+            _column(path, field, file.schema_arrow.names)
+            yield from file.iter_batches(_ROWS_AT_ONCE, columns=[field], use_threads=False)
+
+
+def _arrow_batches(path: Path, field: str) -> Iterator[Any]:
+    """Both formats of Arrow: files, and streams, which `datasets` writes."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        else:
+            source.seek(0)
+            batches = pyarrow.ipc.open_stream(source)
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                yield batch.slice(start, _ROWS_AT_ONCE)
+
+
+def _column(where: Path | str, field: str, names: Sequence[str]) -> str:
+    """The column with the field: its name, or the object `a` of the field "a.b". Raises ValueError unless there is just
+    one."""
+    found = next((name for name in (field, field.partition(".")[0]) if name in names), None)
+    if found is None:
+        shown = ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
+        raise ValueError(f"{where} has no column {field!r}; name one of its columns with --field: {shown}")
+    if names.count(found) > 1:
+        raise ValueError(f"{where} has {names.count(found)} columns {found!r}; rename all but one")
+    return found
+
+
+def _texts(where: Path | str, batch: Any, field: str) -> list[bytes | None]:
+    """The values of a field of an Arrow batch. Raises ValueError for another type than text and bytes, which may be
+    encoded in any way."""
+    import pyarrow.compute
+
+    name = _column(where, field, batch.schema.names)
+    values, inside = batch.column(name), field.removeprefix(name).removeprefix(".")
+    try:
+        if inside:
+            values = pyarrow.compute.struct_field(values, inside.split("."))
+        if isinstance(values, pyarrow.RunEndEncodedArray):
+            values = pyarrow.compute.run_end_decode(values)
+        return values.cast(pyarrow.large_binary()).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(
+            f"{where}: the field {field!r} of {name} ({batch.column(name).type}) is not text; name another with --field"
+        ) from error
+
+
+def _hub_tasks(name: str, split: str, field: str, subset: str | None) -> Tasks:
+    # `datasets` can stream a full split, but loads a split into its cache to slice it.
+    streams = "[" not in split and "+" not in split
+    where = " ".join(filter(None, (name, subset, split)))
+
+    def batches() -> Iterator[tuple[int, list[Any]]]:
+        table = _of_datasets(
+            where, lambda datasets: datasets.load_dataset(name, subset, split=split, streaming=streams)
+        )
+        if names := table.column_names:  # some streams do not know their columns before they are read
+            table = table.select_columns([_column(where, field, names)])
+        rows = table.with_format("arrow").iter(_ROWS_AT_ONCE)
+        while (batch := _of_datasets(where, lambda _: next(rows, None))) is not None:
+            yield 0, _texts(where, batch, field)
+
+    return _row_tasks(where, batches(), field)
+
+
+TABLES: dict[str, Callable[[Path, str], Tasks]] = {
+    ".parquet": partial(_arrow_tasks, _parquet_batches),
+    ".arrow": partial(_arrow_tasks, _arrow_batches),
+    ".jsonl": _json_tasks,
+    ".json": _array_or_json_tasks,
+    ".csv": _csv_tasks,
+    ".txt": _line_tasks,
+}
+"""How to read a data file, by its ending."""

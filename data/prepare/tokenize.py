@@ -11,11 +11,11 @@ import signal
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from data.tokenizer import TextTokenizer
 
 REPORTED_RECORDS = 5
 SPLITS = ("train", "validation")
+UNENCODABLE = "not encodable by the tokenizer"
 # Tasks in the queue beyond one per process, so that no process waits while results are written.
 _QUEUED_TASKS = 3
 Place = TypeVar("Place")
@@ -96,29 +97,59 @@ def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, tas
     """The documents of a task as tokens of `dtype`. Each begins with the options' bos_token, if there is one, and ends
     with the tokenizer's eod_token."""
     done = Encoded()
-    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
+    bos = options.bos_token
+    before, after = [] if bos is None else [tokenizer.id_of(bos)], [tokenizer.eod_id]
+
+    def skip(where: str, problem: str, why: str = "") -> None:
+        done.malformed[problem] += 1
+        if len(done.reports) < REPORTED_RECORDS:
+            done.reports.append((where, problem + why))
+
+    records: dict[str, list[tuple[str, list[str]]]] = {split: [] for split in SPLITS}
     for record in task():
         if record.problem == EMPTY:
             done.empty += 1
         elif record.problem is not None:
-            done.malformed[record.problem] += 1
-            if len(done.reports) < REPORTED_RECORDS:
-                done.reports.append((record.where, record.problem))
+            skip(record.where, record.problem)
         else:
             pieces = pieces_of(record.text, options.max_document_bytes)
             done.huge += pieces != [record.text]
-            texts[SPLITS[is_held_out(record.text, options.validation)]] += pieces
-    bos = options.bos_token
-    before, after = [] if bos is None else [tokenizer.id_of(bos)], [tokenizer.eod_id]
-    for split, documents in texts.items():
-        if not documents:
+            records[SPLITS[is_held_out(record.text, options.validation)]].append((record.where, pieces))
+    for split, found in records.items():
+        texts, ids = [], []
+        for where, documents, encoded in _encoded(tokenizer, found):
+            if isinstance(encoded, str):
+                skip(where, UNENCODABLE, f" ({encoded})")
+            else:
+                texts += documents
+                ids += [before + document + after for document in encoded]
+        if not texts:
             continue
-        encoded = [before + ids + after for ids in tokenizer.encode_batch(documents)]
-        done.lengths[split] = lengths = np.array([len(ids) for ids in encoded], dtype=np.int32)
-        done.tokens[split] = np.fromiter(chain.from_iterable(encoded), dtype)
-        size = sum(len(text.encode("utf-8")) for text in documents)
-        done.counts[split] = SplitCount(len(documents), int(lengths.sum(dtype=np.int64)), size)
+        done.lengths[split] = lengths = np.array([len(document) for document in ids], dtype=np.int32)
+        done.tokens[split] = np.fromiter(chain.from_iterable(ids), dtype)
+        size = sum(len(text.encode("utf-8")) for text in texts)
+        done.counts[split] = SplitCount(len(texts), int(lengths.sum(dtype=np.int64)), size)
     return done
+
+
+def _encoded(
+    tokenizer: TextTokenizer, records: Sequence[tuple[str, list[str]]]
+) -> Iterator[tuple[str, list[str], list[list[int]] | str]]:
+    """(place, documents, ids of each document or what the tokenizer raised) of each record, given without ids."""
+    try:
+        ids = iter(tokenizer.encode_batch([document for _, documents in records for document in documents]))
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # any type: tokenizers are libraries in Rust and C++, whose panics are no Exception
+        if len(records) > 1:
+            for record in records:
+                yield from _encoded(tokenizer, [record])
+        else:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            yield (*records[0], reason)
+    else:
+        for where, documents in records:
+            yield where, documents, list(islice(ids, len(documents)))
 
 
 def is_held_out(text: str, share: float) -> bool:

@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def test_compressed_files_are_read_in_pieces_of_any_size(
         monkeypatch.setattr(readers, "TASK_SIZE", task)
         parts = [*open_files("json", [path]), *open_files("text", [text])]
         found = [record for part in parts for _, task in part.tasks() for record in task()]
-        assert [record.text for record in found] == [*TEXTS, "\n".join(TEXTS)]
+        assert [record.text for record in found] == [*TEXTS, "\r\n".join(TEXTS)]
         assert [record.where for record in found] == [*(f"{path}:{line}" for line in range(1, 121)), str(text)]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     if ending:
@@ -167,11 +167,46 @@ def test_malformed_and_empty_records_are_counted_and_skipped(tokenizer: HuggingF
     }
     assert done.state.empty == 2 and "empty: 2 records" in done.summary()
     assert reports[0] == f"skipped {path}:2: not JSON (one object a line is read)" and len(reports) == 5
-    with pytest.raises(ValueError, match=r"6 of 8 records are malformed .*more than the allowed share 0.5"):
+    with pytest.raises(ValueError, match=r"6 of 8 records are malformed .*share 0.5; .* raise --max-malformed to 0.75"):
         prepare(open_files("json", [path]), tmp_path / "more", tokenizer, Options(0, 0.5))
+    prepare(open_files("json", [path]), tmp_path / "more", tokenizer, Options(0, 0.75))
+    path.write_bytes(b"a,text\n" * 3)  # a share above which nothing is left is no remedy
+    only = r"share 0\.5; correct them, or give Parquet, Arrow and CSV as --dataset [^-]*--format text$"
+    with pytest.raises(ValueError, match=only):
+        prepare(open_files("json", [path]), tmp_path / "csv", tokenizer, Options(0, 0.5))
     pq.write_table(pa.table({"text": ["good", None, ""] * 40}), tmp_path / "a.parquet")
     done = prepare(open_dataset([f"{tmp_path}/a.parquet"]), tmp_path / "rows", tokenizer, Options(0, 0.0))
     assert done.state.empty == 80 and done.state.records == 40
+
+
+class Limited(HuggingFaceTokenizer):
+    """A tokenizer that panics at a text, as tiktoken does after a million equal characters."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        class PanicException(BaseException):
+            pass
+
+        if any("too much" in text for text in texts):
+            raise PanicException("called `unwrap()`\non an Err value")
+        return super().encode_batch(texts)
+
+
+def test_a_document_that_the_tokenizer_cannot_encode_is_skipped_and_named(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    path, limited = tmp_path / "a.jsonl", Limited(tokenizer.content, "t.json")
+    json_lines(path, ["good", "too much", "long " * 30 + "too much", "also good"])
+    parts, reports, options = open_files("json", [path]), list[str](), Options(0, max_document_bytes=64)
+    done = prepare(parts, tmp_path / "out", limited, options, report=reports.append)
+    assert documents(tmp_path / "out", tokenizer) == ["good", "also good"]
+    why = "not encodable by the tokenizer (called `unwrap()` on an Err value)"
+    assert reports == [f"skipped {path}:{line}: {why}" for line in (2, 3)]
+    assert "malformed: 2 of 4 records skipped\n  2 not encodable by the tokenizer" in done.summary()
+    with pytest.raises(ValueError, match=r"2 of .* malformed \(2 not encodable .* or raise --max-malformed to 0\.5"):
+        prepare(parts, tmp_path / "none", limited, Options(0, 0.0))
+    json_lines(path, ["good", *["too much"] * 30] * 40)  # of many records: not the tokenizer of this text
+    with pytest.raises(ValueError, match=r"allowed share 0.01; correct them, or give another --tokenizer, or raise"):
+        prepare(open_files("json", [path]), tmp_path / "many", limited, ALL)
 
 
 def test_documents_above_the_largest_size_are_split(
@@ -224,7 +259,11 @@ def test_the_command_prints_overrides_that_train_on_its_output(
     [
         ("--files a.jsonl --dataset x", "either as --files with --format"),
         ("--dataset x", "--dataset x needs --split"),
-        ("--dataset a.jsonl --split test", "datasets cannot read a.jsonl test: "),
+        ("--dataset a.jsonl --split test", "--split test has no effect with files, which are read as a whole"),
+        ("--dataset a.jsonl --subset en", "--subset en has no effect with files, which are read as a whole"),
+        ("--dataset none.parquet", "none.parquet matches no file"),
+        ("--dataset a.tar.gz", "--dataset a.tar.gz: give files ending in .parquet, .arrow, .jsonl, .json, .csv, .txt"),
+        ("--format json --files a.bin", "a.bin is a Parquet or Arrow file, not json; give it as --dataset"),
         ("--format json --files a.jsonl --split train", "--split train has no effect with --files"),
         ("--format json --files a.tar.gz", "is compressed as .tar; unpack it"),
         ("--format json --files a.jsonl --bos-token <s>", "has no token '<s>'"),
@@ -240,6 +279,7 @@ def test_refusals_are_one_line(
     tokenizer.save("t.json")
     json_lines(Path("a.jsonl"), TEXTS)
     Path("a.tar.gz").write_bytes(b"")
+    Path("a.bin").write_bytes(b"PAR1")
     of_command = arguments.startswith(("merge", "check"))
     assert run(*arguments.split(), *([] if of_command else ["--tokenizer", "t.json", "--output", "out"])) == 2
     printed = capsys.readouterr().err
