@@ -13,88 +13,40 @@ single token. Training here does not clamp dt, so time_step_min is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_fp4.config.schema import ModelConfig
-from models.attention import qkv_order
-from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+from models.attention import Attention
+from models.mixer import Mixer
+from models.mlp import MLP
+from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
+from models.published import HuggingFaceBlock, Section
 
 NEMOTRON_H, ARCEE = "nemotron_h", "arcee"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A tensor of a published format that consists of rows of one of our parameters. The rows of our packed projections
-    are ordered by group, those of published tensors by section (such as q, k, v).
-
-    name, shape: of the published tensor. rows: int64, for each of its rows the number of our row; None if it is our
-    complete parameter in our order. fp32: whether it is always written in FP32.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rows: Tensor | None = None
-    fp32: bool = False
-
-    @property
-    def module(self) -> str:
-        """The published name of the module that has this weight."""
-        return self.name.removesuffix(".weight")
-
-    def published(self, ours: Tensor) -> Tensor:
-        """This tensor, contiguous, from our parameter and in its dtype."""
-        return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
-
-
-Sections = Mapping[str, Sequence[Section]]
-"""Name of our parameter -> its published tensors."""
-
-
-def split_rows(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
-    """The sections of a parameter whose rows are `published[order]`. sizes: rows of each section. columns: their other
-    axes."""
-    rows = order.argsort().split(list(sizes))
-    return [Section(name, (size, *columns), at) for name, size, at in zip(names, sizes, rows, strict=True)]
-
-
-def from_published(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:
-    """The inverse of `Section.published`: our parameter in FP32, from the published tensors by name."""
-    shape = shape_of(sections)
-    ours = torch.empty(shape)
-    for section in sections:
-        values = published[section.name].to(torch.float32)
-        if section.rows is None:
-            ours.copy_(values.view(shape))
-        else:
-            ours[section.rows] = values.view(-1, *shape[1:])
-    return ours
-
-
-def shape_of(sections: Sequence[Section]) -> torch.Size:
-    """The shape of our parameter: the rows of all sections, and their columns without the axis of size 1 that published
-    convolutions have."""
-    rows, columns = sum(section.shape[0] for section in sections), sections[0].shape[1:]
-    return torch.Size((rows, *(size for size in columns if size != 1 or len(columns) == 1)))
+# The blocks of a layer of arcee, and the names of their norm and their mixer in it.
+_ARCEE_LAYER: dict[type[Mixer], tuple[str, str]] = {
+    Attention: ("input_layernorm", "self_attn"),
+    MLP: ("post_attention_layernorm", "mlp"),
+}
 
 
 def architecture_of(config: ModelConfig) -> str:
     """The architecture that computes what `config` computes. Raises ValueError, with the reason, if there is none."""
-    if not (config.rope and "*" in config.pattern):
+    blocks, no_architecture = blocks_of(config), "transformers has no architecture for this model: "
+    if unpublished := [mixer.name for mixer in mixers_of(config.pattern) if mixer.hugging_face is None]:
+        raise ValueError(f"{no_architecture}model.pattern={config.pattern} has {unpublished[0]} blocks")
+    if not (config.rope and Attention in blocks):
         return NEMOTRON_H
     problem = None
-    if config.pattern != "*-" * (config.num_blocks // 2):
-        problem = f"{ARCEE} alternates attention and FFN (*-*-...), but model.pattern={config.pattern}"
+    if blocks != [*_ARCEE_LAYER] * (config.num_blocks // 2):
+        layers = pattern_of(_ARCEE_LAYER) * 2
+        problem = f"{ARCEE} alternates attention and FFN ({layers}...), but model.pattern={config.pattern}"
     elif config.hidden_dim % config.num_query_heads:
         problem = f"{ARCEE} needs model.hidden_dim to be a multiple of model.num_query_heads={config.num_query_heads}"
     if problem:
         raise ValueError(
-            f"transformers has no architecture for this model: model.rope=true, but {NEMOTRON_H} has attention without "
-            f"positions; {problem}"
+            f"{no_architecture}model.rope=true, but {NEMOTRON_H} has attention without positions; {problem}"
         )
     return ARCEE
 
@@ -104,54 +56,26 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
     is_arcee = architecture_of(config) == ARCEE
     hidden, vocab, root = config.hidden_dim, config.vocab_size, "model" if is_arcee else "backbone"
     embedding, final_norm = ("embed_tokens", "norm") if is_arcee else ("embeddings", "norm_f")
-    found = {"embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))]}
-    for block, letter in enumerate(config.pattern):
-        layer, norm, mixer = f"{root}.layers.{block}", "norm", "mixer"
-        if is_arcee:
-            layer = f"{root}.layers.{block // 2}"
-            norm, mixer = {"*": ("input_layernorm", "self_attn"), "-": ("post_attention_layernorm", "mlp")}[letter]
-        found[f"blocks.{block}.norm.weight"] = [Section(f"{layer}.{norm}.weight", (hidden,))]
-        sections = {"M": _mamba, "*": _attention, "-": _ffn}[letter]
-        found |= sections(config, f"blocks.{block}.mixer", f"{layer}.{mixer}")
-    found["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
+    sections = {"embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))]}
+    for block, mixer in enumerate(blocks_of(config)):
+        layer = f"{root}.layers.{block // 2 if is_arcee else block}"
+        norm, module = _ARCEE_LAYER[mixer] if is_arcee else ("norm", "mixer")
+        sections[f"blocks.{block}.norm.weight"] = [Section(f"{layer}.{norm}.weight", (hidden,))]
+        assert mixer.hugging_face is not None
+        for name, parts in mixer.hugging_face.sections(config).items():
+            sections[f"blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.{module}") for part in parts]
+    sections["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
     # lm_head is always written: nemotron_h never ties weights, even if its configuration says so.
-    return found | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
+    return sections | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
 
 
-def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
-    hidden = config.hidden_dim
-    q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    names = [f"{theirs}.{part}_proj.weight" for part in "qkv"]
-    return {
-        f"{ours}.qkv_proj.weight": split_rows(names, (q_dim, kv_dim, kv_dim), qkv_order(config), hidden),
-        f"{ours}.out_proj.weight": [Section(f"{theirs}.o_proj.weight", (hidden, q_dim))],
-    }
-
-
-def _ffn(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
-    hidden, ffn = config.hidden_dim, config.ffn_dim
-    return {
-        f"{ours}.up_proj.weight": [Section(f"{theirs}.up_proj.weight", (ffn, hidden))],
-        f"{ours}.down_proj.weight": [Section(f"{theirs}.down_proj.weight", (hidden, ffn))],
-    }
-
-
-def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
-    hidden, inner, heads = config.hidden_dim, config.mamba_inner_dim, config.mamba_num_heads
-    channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
-    in_proj, conv = mamba_in_proj_order(config).argsort(), mamba_conv_order(config).argsort()
-    return {
-        f"{ours}.in_proj.weight": [Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)],
-        f"{ours}.conv.weight": [Section(f"{theirs}.conv1d.weight", (channels, 1, config.mamba_conv_width), conv)],
-        f"{ours}.conv.bias": [Section(f"{theirs}.conv1d.bias", (channels,), conv)],
-        **{f"{ours}.ssm.{n}": [Section(f"{theirs}.{n}", (heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
-        f"{ours}.norm.weight": [Section(f"{theirs}.norm.weight", (inner,))],
-        f"{ours}.out_proj.weight": [Section(f"{theirs}.out_proj.weight", (hidden, inner))],
-    }
+def _published() -> Iterator[tuple[str, HuggingFaceBlock]]:
+    """Letter and form of every kind of block of nemotron_h."""
+    return ((letter, mixer.hugging_face) for letter, mixer in MIXERS.items() if mixer.hugging_face is not None)
 
 
 # Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys).
-_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+_SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
     ARCEE: {
         "vocab_size": ("vocab_size", 32000),
         "hidden_dim": ("hidden_size", 2560),
@@ -165,39 +89,23 @@ _KEYS: dict[str, dict[str, tuple[str, Any]]] = {
     NEMOTRON_H: {
         "vocab_size": ("vocab_size", 131072),
         "hidden_dim": ("hidden_size", 4096),
-        "ffn_dim": ("intermediate_size", 21504),
-        "num_query_heads": ("num_attention_heads", 32),
-        "num_kv_heads": ("num_key_value_heads", 8),
-        "head_dim": ("head_dim", 128),
         "init_std": ("initializer_range", 0.02),
         "norm_eps": ("layer_norm_epsilon", 1e-5),
-        "mamba_num_heads": ("mamba_num_heads", 128),
-        "mamba_head_dim": ("mamba_head_dim", 64),
-        "mamba_num_groups": ("n_groups", 8),
-        "mamba_state_dim": ("ssm_state_size", 128),
-        "mamba_conv_width": ("conv_kernel", 4),
-        "mamba_chunk_size": ("chunk_size", 128),
+        **{ours: theirs for _, block in _published() for ours, theirs in block.settings.items()},
     },
 }
 # Values that a model must have to be one of ours; a missing key is accepted.
 _FIXED = {
     ARCEE: {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
     NEMOTRON_H: {
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_bias": False,
-        "mamba_proj_bias": False,
-        "use_conv_bias": True,
         "tie_word_embeddings": False,
         "residual_in_fp32": False,
         "num_nextn_predict_layers": 0,
-        "sliding_window": None,
+        **{key: value for _, block in _published() for key, value in block.fixed.items()},
     },
 }
 # A key of nemotron_h -> its name in the configurations of other programs.
-_OTHER_NAMES = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}
+_ELSEWHERE = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -205,7 +113,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     name = architecture_of(config)
     described = {
         "model_type": name,
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _KEYS[name].items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SETTINGS[name].items()},
         **{key: value for key, value in _FIXED[name].items() if value is not None},
         "attention_dropout": 0.0,
     }
@@ -234,20 +142,20 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_head_dim": config.head_dim,
         "mamba_ssm_cache_dtype": "float32",
         # A forward pass with a cache fails in transformers if the model has no attention.
-        "use_cache": "*" in config.pattern,
+        "use_cache": Attention in blocks_of(config),
     }
 
 
-def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
+def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
     """Our `model` settings from a config.json. Raises ValueError, with key and value, for anything that our models do
     not have."""
-    name = found.get("model_type")
-    if name not in _KEYS:
-        raise ValueError(f"model_type={name} cannot be imported; {', '.join(_KEYS)} can")
-    config = {theirs: default for theirs, default in _KEYS[name].values() if default is not None}
+    name = content.get("model_type")
+    if name not in _SETTINGS:
+        raise ValueError(f"model_type={name} cannot be imported; {', '.join(_SETTINGS)} can")
+    config = {theirs: default for theirs, default in _SETTINGS[name].values() if default is not None}
     if name == NEMOTRON_H:
-        config |= {key: found[other] for key, other in _OTHER_NAMES.items() if other in found}
-    config |= found
+        config |= {key: content[elsewhere] for key, elsewhere in _ELSEWHERE.items() if elsewhere in content}
+    config |= content
     for key, value in _FIXED[name].items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, but only {value} can be imported")
@@ -260,7 +168,8 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        special = {"pattern": "*-" * config.get("num_hidden_layers", 32), "rope": True, "rope_base": float(theta)}
+        pattern = pattern_of(_ARCEE_LAYER) * config.get("num_hidden_layers", 32)
+        special = {"pattern": pattern, "rope": True, "rope_base": float(theta)}
     else:
         # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
         given = config.get("time_step_limit") or (0.0, math.inf)
@@ -269,14 +178,14 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"time_step_limit={limits}; training here does not clamp the step sizes of Mamba-2")
         special = {"pattern": _pattern(config), "rope": False}
     return special | {
-        ours: config[theirs] for ours, (theirs, _) in _KEYS[name].items() if config.get(theirs) is not None
+        ours: config[theirs] for ours, (theirs, _) in _SETTINGS[name].items() if config.get(theirs) is not None
     }
 
 
 def _pattern(config: Mapping[str, Any]) -> str:
     """The pattern of a nemotron_h. Its letters are checked later, with the model."""
     if (types := config.get("layers_block_type") or config.get("layer_types")) is not None:
-        letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+        letters = {kind: letter for letter, block in _published() for kind in block.types}
         if unknown := [kind for kind in types if kind not in letters]:
             raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(letters)} can be imported")
         return "".join(letters[kind] for kind in types)

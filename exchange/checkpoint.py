@@ -24,6 +24,7 @@ from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.precision.fp32_gradients import local_part
 from models.execution import PLAIN
 from models.hybrid import HybridModel, build_model
 from models.pattern import check_model
@@ -116,10 +117,10 @@ def load_model(
     with torch.device("meta"):
         model = build_model(checkpoint.config.model, alone, compute_dtype, PLAIN)
     model.to_empty(device=device)
-    check_tensors(checkpoint.tensors, {name: p.shape for name, p in model.named_parameters()}, checkpoint.folder)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.to_local().copy_(checkpoint.tensor(name))
+    tensors = model.state_dict()
+    check_tensors(checkpoint.tensors, {name: tensor.shape for name, tensor in tensors.items()}, checkpoint.folder)
+    for name, tensor in tensors.items():
+        local_part(tensor).copy_(checkpoint.tensor(name))
     return model.eval()
 
 

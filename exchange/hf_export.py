@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import TextTokenizer
-from exchange.architectures import Sections, architecture_of, sections_of, shape_of, to_hf
+from exchange.architectures import architecture_of, sections_of, to_hf
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.nvfp4 import (
     MODELOPT,
@@ -33,7 +33,8 @@ from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.runtime.revision import revision
-from models.pattern import parameter_count
+from models.pattern import MIXERS, parameter_count
+from models.published import Sections, shape_of
 
 CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json", "README.md", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -204,12 +205,13 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
         weights = f", from the weights of {Path(begun['path']).name}" if begun else ""
         steps = f"{checkpoint.step:,} steps of {config.train.steps:,}{weights}"
         origin = f"trained by {code} on {checkpoint.tokens:,} tokens in {steps}"
+    letters = ", ".join(f"`{letter}` {mixer.name}" for letter, mixer in MIXERS.items() if letter in model.pattern)
     lines = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- megatron_fp4",
         f"- {architecture_of(model)}\n---\n",
         f"# {model.name}\n",
         f"A base language model of {parameter_count(model).total:,} parameters, {origin}; sequences of "
-        f"{sequence_length(checkpoint):,} tokens. Blocks (`M` Mamba-2, `-` FFN, `*` attention): `{model.pattern}`.\n",
+        f"{sequence_length(checkpoint):,} tokens. Blocks ({letters}): `{model.pattern}`.\n",
         f"Exported by megatron_fp4 {__version__} ({revision()}). {_weights(dtype, nvfp4)}\n",
         "## Precision in training\n",
     ]

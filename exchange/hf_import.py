@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exchange.architectures import Section, Sections, from_hf, from_published, sections_of
+from exchange.architectures import from_hf, sections_of
 from exchange.hf_export import CONFIG, INDEX, QUANTIZATION, SINGLE, SPECIAL_IDS
 from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import kept_tokenizer
 from exchange.weights_only import write_weights_only
 from megatron_fp4.config.compose import compose_config
 from models.pattern import check_model
+from models.published import Section, Sections, from_published
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}

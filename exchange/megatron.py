@@ -24,7 +24,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from data.tokenizer import TextTokenizer
-from exchange.architectures import from_published, shape_of
 from exchange.checkpoint import Checkpoint, check_tensors, read_region
 from exchange.hf_export import Progress, sequence_length
 from exchange.megatron_model import (
     EMBEDDING,
+    GPT_LAYER,
     GPT_NORM,
     HEAD,
     Layers,
@@ -60,7 +60,9 @@ from megatron_fp4.checkpoint.shards import METADATA, TensorInfo, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
-from models.pattern import check_model
+from models.mixer import Mixer
+from models.pattern import MIXERS, check_model, pattern_of
+from models.published import from_published, shape_of
 
 COMMON, FORMAT, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 TOKENIZER = "tokenizer"
@@ -245,9 +247,10 @@ def import_megatron(
 def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
     """The model's settings, from the shapes and from `known`, and how its layers are stored. Raises ValueError if a
     setting is in neither."""
-    pattern, layers = _pattern(opened)
-    wanted = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
-    wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
+    blocks, layers = _blocks(opened)
+    kinds = {mixer: mixer.megatron for mixer in blocks if mixer.megatron is not None}
+    wanted = ["norm_eps", *(key for form in kinds.values() for key in form.told)]
+    wanted += ["rope_base"] * bool("rope" in wanted and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
         raise ValueError(f"neither shapes nor arguments ({COMMON}) tell all settings; add {listing}")
@@ -256,53 +259,45 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
             f"there is no {HEAD}, which models here have; train with --untie-embeddings-and-output-weights"
         )
 
-    def shape(letter: str, module: str) -> tuple[int, ...]:
-        """The shape of a tensor in the first layer of the kind `letter`."""
+    def shapes_in(mixer: type[Mixer], module: str) -> Callable[[str], tuple[int, ...]]:
+        """Gives the shape of a tensor of the first such block."""
         if layers == "stacked":
-            return opened.shape(f"decoder.layers.{module}")[1:]
-        layer = pattern.index(letter) // (2 if GPT_NORM in opened.tensors else 1)
-        return opened.shape(f"decoder.layers.{layer}.{module}")
+            return lambda tensor: opened.shape(f"decoder.layers.{module}.{tensor}")[1:]
+        layer = blocks.index(mixer) // (len(GPT_LAYER) if GPT_NORM in opened.tensors else 1)
+        return lambda tensor: opened.shape(f"decoder.layers.{layer}.{module}.{tensor}")
 
-    found = {"pattern": pattern, **{key: known[key] for key in (*wanted, "init_std") if key in known}}
+    settings = {"pattern": pattern_of(blocks), **{key: known[key] for key in (*wanted, "init_std") if key in known}}
     try:
-        found["vocab_size"], found["hidden_dim"] = opened.shape(EMBEDDING)
-        if "-" in pattern:
-            found["ffn_dim"] = shape("-", "mlp.linear_fc2.weight")[1]
-        if "M" in pattern:
-            (heads,), inner = shape("M", "mixer.A_log"), shape("M", "mixer.in_proj.weight.z")[0]
-            found |= {
-                "mamba_num_heads": heads,
-                "mamba_head_dim": inner // heads,
-                "mamba_state_dim": shape("M", "mixer.in_proj.weight.B")[0] // known["mamba_num_groups"],
-                "mamba_conv_width": shape("M", "mixer.conv1d.weight.x")[2],
-                "mamba_chunk_size": 128,  # Megatron's; it affects only rounding
-            }
+        settings["vocab_size"], settings["hidden_dim"] = opened.shape(EMBEDDING)
+        for mixer, form in kinds.items():
+            settings |= form.sizes(shapes_in(mixer, form.module), known)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"the shapes of its tensors do not fit a model ({error})") from error
-    return found, layers
+    return settings, layers
 
 
-def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
-    """The pattern, from the modules of each layer, and how the layers are stored."""
-    is_gpt_model, letters = GPT_NORM in opened.tensors, {"mixer": "M", "self_attention": "*", "mlp": "-"}
+def _blocks(opened: MegatronFolder) -> tuple[list[type[Mixer]], Layers]:
+    """The kinds of blocks, from the modules of each layer, and how the layers are stored."""
+    is_gpt_model = GPT_NORM in opened.tensors
+    mixers = {mixer.megatron.module: mixer for mixer in MIXERS.values() if mixer.megatron is not None}
     modules: dict[int, set[str]] = {}
     for key in opened.tensors:
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\..+", key):
             modules.setdefault(int(match[1]), set()).add(match[2])
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
     if is_gpt_model and stacked:
-        return "*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked"
+        return GPT_LAYER * (opened.shape(stacked[0]) or (1,))[0], "stacked"
     if not modules or stacked or sorted(modules) != list(range(len(modules))):
         raise ValueError("it has no decoder.layers numbered from 0, so it is no complete GPTModel or MambaModel")
     if is_gpt_model:
-        return "*-" * len(modules), "numbered"
-    pattern = ""
+        return GPT_LAYER * len(modules), "numbered"
+    blocks = []
     for number, names in sorted(modules.items()):
-        if len(kinds := names & letters.keys()) != 1:
-            has, known = ", ".join(sorted(names)), ", ".join(letters)
+        if len(kinds := names & mixers.keys()) != 1:
+            has, known = ", ".join(sorted(names)), ", ".join(mixers)
             raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {known}")
-        pattern += letters[kinds.pop()]
-    return pattern, "numbered"
+        blocks.append(mixers[kinds.pop()])
+    return blocks, "numbered"
 
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:

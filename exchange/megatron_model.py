@@ -14,36 +14,30 @@ Transformer Engine's layers and for Megatron's own, whose separate norms get the
         mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
     decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
 
-The rows of linear_qkv are, for each KV head, its query heads, its key, its value, which is our order. The sections of
-in_proj and of the convolution are separate tensors, because each tensor-parallel rank has a part of each section.
-
 Arguments have the names of Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py). A checkpoint saves
 it in `common.pt`, from which `--use-checkpoint-args` reads it.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
-from exchange.architectures import Section, split_rows
 from megatron_fp4.config.schema import ModelConfig
-from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+from models.attention import Attention
+from models.mixer import Mixer
+from models.mlp import MLP
+from models.pattern import blocks_of
+from models.published import MegatronBlock, Section
 
 Layers = Literal["stacked", "numbered"]
 """Whether the layers of a GPTModel are stacked in one tensor or separate. Those of a MambaModel are numbered."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+GPT_LAYER: list[type[Mixer]] = [Attention, MLP]
+"""The blocks of a layer of a GPTModel."""
 GPT_NORM, MAMBA_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
-_LINEARS = {
-    "M": ("mixer.in_proj", "mixer.out_proj"),
-    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
-}
 
 
 class Parameter(NamedTuple):
@@ -61,16 +55,27 @@ class Parameter(NamedTuple):
 
 def is_gpt(config: ModelConfig) -> bool:
     """Whether the model is a GPTModel in Megatron; otherwise it is a MambaModel."""
-    return re.fullmatch(r"(\*-)+", config.pattern) is not None
+    return blocks_of(config) == GPT_LAYER * (config.num_blocks // 2)
+
+
+def _forms(config: ModelConfig) -> list[MegatronBlock]:
+    """Megatron's form of every block. Raises ValueError for a block that it does not have."""
+    blocks = blocks_of(config)
+    if missing := [mixer.name for mixer in blocks if mixer.megatron is None]:
+        raise ValueError(f"Megatron has no model like this: model.pattern={config.pattern} has {missing[0]} blocks")
+    return [mixer.megatron for mixer in blocks if mixer.megatron is not None]
 
 
 def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Parameter]:
-    """All parameters of the model, in its order."""
+    """All parameters of the model, in its order. Raises ValueError for a block that Megatron does not have."""
     vocabulary = (config.vocab_size, config.hidden_dim)
     yield Parameter("embedding.weight", [Section(EMBEDDING, vocabulary)])
-    for block, (prefix, layer) in enumerate(_places(config, layers)):
-        for name, sections in _BLOCKS[config.pattern[block]](config, prefix).items():
-            yield Parameter(f"blocks.{block}.{name}", sections, layer)
+    for block, (form, (prefix, layer)) in enumerate(zip(_forms(config), _places(config, layers), strict=True)):
+        norm = Section(f"{prefix}{form.module}.{form.linears[0]}.layer_norm_weight", (config.hidden_dim,))
+        yield Parameter(f"blocks.{block}.norm.weight", [norm], layer)
+        for name, sections in form.sections(config).items():
+            inside = [section.inside(f"{prefix}{form.module}") for section in sections]
+            yield Parameter(f"blocks.{block}.mixer.{name}", inside, layer)
     yield Parameter("final_norm.weight", [Section(GPT_NORM if is_gpt(config) else MAMBA_NORM, (config.hidden_dim,))])
     yield Parameter("head.weight", [Section(HEAD, vocabulary)])
 
@@ -79,9 +84,10 @@ def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
     """The keys of the modules' extra states. Megatron requires them by default; they are empty unless FP8 has delayed
     scaling."""
     keys = []
-    for letter, (prefix, layer) in zip(config.pattern, _places(config, layers), strict=True):
+    for form, (prefix, layer) in zip(_forms(config), _places(config, layers), strict=True):
         number, count = layer or (0, 1)
-        keys += [f"{prefix}{linear}._extra_state/shard_{number}_{count}" for linear in _LINEARS[letter]]
+        modules = (f"{prefix}{form.module}.{linear}" for linear in form.linears)
+        keys += [f"{module}._extra_state/shard_{number}_{count}" for module in modules]
     final = (GPT_NORM if is_gpt(config) else MAMBA_NORM).removesuffix("weight")
     return [*keys, f"{final}_extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
 
@@ -96,50 +102,6 @@ def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[in
         else:
             yield "decoder.layers.", (block // 2, config.num_blocks // 2)
 
-
-def _mamba(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
-    hidden, inner, heads = config.hidden_dim, config.mamba_inner_dim, config.mamba_num_heads
-    state, width = config.mamba_num_groups * config.mamba_state_dim, config.mamba_conv_width
-    theirs = f"{prefix}mixer."
-
-    def sections(name: str, parts: Mapping[str, int], order: Tensor, *columns: int) -> list[Section]:
-        return split_rows([f"{theirs}{name}.{part}" for part in parts], list(parts.values()), order, *columns)
-
-    channels, order = {"x": inner, "B": state, "C": state}, mamba_conv_order(config)
-    in_proj = {"z": inner, **channels, "dt": heads}
-    return {
-        "norm.weight": [Section(f"{theirs}in_proj.layer_norm_weight", (hidden,))],
-        "mixer.in_proj.weight": sections("in_proj.weight", in_proj, mamba_in_proj_order(config), hidden),
-        "mixer.conv.weight": sections("conv1d.weight", channels, order, 1, width),
-        "mixer.conv.bias": sections("conv1d.bias", channels, order),
-        **{f"mixer.ssm.{n}": [Section(f"{theirs}{n}", (heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
-        "mixer.norm.weight": [Section(f"{theirs}norm.weight", (inner,))],
-        "mixer.out_proj.weight": [Section(f"{theirs}out_proj.weight", (hidden, inner))],
-    }
-
-
-def _attention(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
-    hidden, query = config.hidden_dim, config.num_query_heads * config.head_dim
-    packed = query + 2 * config.num_kv_heads * config.head_dim
-    theirs = f"{prefix}self_attention."
-    return {
-        "norm.weight": [Section(f"{theirs}linear_qkv.layer_norm_weight", (hidden,))],
-        "mixer.qkv_proj.weight": [Section(f"{theirs}linear_qkv.weight", (packed, hidden))],
-        "mixer.out_proj.weight": [Section(f"{theirs}linear_proj.weight", (hidden, query))],
-    }
-
-
-def _mlp(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
-    hidden, ffn = config.hidden_dim, config.ffn_dim
-    theirs = f"{prefix}mlp."
-    return {
-        "norm.weight": [Section(f"{theirs}linear_fc1.layer_norm_weight", (hidden,))],
-        "mixer.up_proj.weight": [Section(f"{theirs}linear_fc1.weight", (ffn, hidden))],
-        "mixer.down_proj.weight": [Section(f"{theirs}linear_fc2.weight", (hidden, ffn))],
-    }
-
-
-_BLOCKS = {"M": _mamba, "*": _attention, "-": _mlp}
 
 # Arguments of every model here: an export writes them, an import requires them.
 _SAME_FACTS = {
@@ -156,9 +118,11 @@ _SAME_FACTS = {
 def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
     """The arguments with which Megatron-LM builds this model. bf16: whether it trains in BF16. Raises ValueError, with
     key and value, for a setting that Megatron's model does not have."""
-    for key, value in (("norm_eps", 1e-5), ("mamba_conv_width", 4)):
-        if "M" in config.pattern and (ours := getattr(config, key)) != value:
-            raise ValueError(f"model.{key}={ours}: Megatron's Mamba-2 mixer has {value}, which no argument changes")
+    forms = _forms(config)
+    for mixer, form in zip(blocks_of(config), forms, strict=True):
+        for key, value in form.fixed.items():
+            if (ours := getattr(config, key)) != value:
+                raise ValueError(f"model.{key}={ours}: Megatron's {mixer.name} has {value}, which no argument changes")
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
@@ -193,10 +157,7 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
         arguments |= {
             "hybrid_override_pattern": config.pattern,
             "is_hybrid_model": True,
-            "mamba_num_heads": config.mamba_num_heads,
-            "mamba_head_dim": config.mamba_head_dim,
-            "mamba_num_groups": config.mamba_num_groups,
-            "mamba_state_dim": config.mamba_state_dim,
+            **{name: getattr(config, name) for form in forms for name in form.arguments},
             "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
         }
     return arguments

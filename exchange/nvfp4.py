@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exchange.architectures import Sections
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
@@ -47,6 +46,7 @@ from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
+from models.published import Sections
 
 _BLOCK = 16
 # Elements of a weight that are quantized at once; that takes several FP32 copies of them.

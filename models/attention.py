@@ -31,8 +31,9 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
-from models.mixer import Mixer, check_multiple, group_major_order, input_projection, output_projection
+from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.positions import Documents, NewTokens, apply_rope, rope_tables
+from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections, group_major_order, split_rows
 
 # FlashAttention-2 supports head dimensions that are multiples of the first number (others are padded) up to the second.
 FLASH_HEAD_MULTIPLE, FLASH_HEAD_LIMIT = 8, 256
@@ -199,6 +200,33 @@ class KeysAndValues:
         return self.keys[:, : new.end], self.values[:, : new.end]
 
 
+def qkv_order(config: ModelConfig) -> Tensor:
+    """`group_major_order` of `qkv_proj`: published checkpoints have `[q | k | v]`; groups are KV heads."""
+    return group_major_order(_qkv_rows(config), config.num_kv_heads)
+
+
+def _qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
+    kv_rows = config.num_kv_heads * config.head_dim
+    return config.num_query_heads * config.head_dim, kv_rows, kv_rows
+
+
+def _hugging_face(config: ModelConfig) -> Sections:
+    hidden, sizes, names = config.hidden_dim, _qkv_rows(config), [f"{part}_proj.weight" for part in "qkv"]
+    return {
+        "qkv_proj.weight": split_rows(names, sizes, qkv_order(config), hidden),
+        "out_proj.weight": [Section("o_proj.weight", (hidden, sizes[0]))],
+    }
+
+
+def _megatron(config: ModelConfig) -> Sections:
+    """Rows of linear_qkv are, for each KV head, its query heads, its key, its value, which is our order."""
+    hidden, sizes = config.hidden_dim, _qkv_rows(config)
+    return {
+        "qkv_proj.weight": [Section("linear_qkv.weight", (sum(sizes), hidden))],
+        "out_proj.weight": [Section("linear_proj.weight", (hidden, sizes[0]))],
+    }
+
+
 class Attention(Mixer):
     """Query head i uses KV head i // (query heads / KV heads).
 
@@ -207,6 +235,22 @@ class Attention(Mixer):
 
     name = "attention"
     fused = (FusedKernel("attention", "attention in tiles", "triton", attend_in_tiles, tiles_refusal, optional=True),)
+    hugging_face = HuggingFaceBlock(
+        types=("full_attention", "attention"),
+        sections=_hugging_face,
+        settings={
+            "num_query_heads": ("num_attention_heads", 32),
+            "num_kv_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+        },
+        fixed={"attention_bias": False, "sliding_window": None},
+    )
+    megatron = MegatronBlock(
+        module="self_attention",
+        linears=("linear_qkv", "linear_proj"),
+        sections=_megatron,
+        told=("num_query_heads", "num_kv_heads", "head_dim", "rope"),
+    )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
@@ -288,9 +332,3 @@ def split_heads(
     if cos_and_sin:
         q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
     return q, k.contiguous(), v.contiguous()
-
-
-def qkv_order(config: ModelConfig) -> Tensor:
-    """`group_major_order` of `qkv_proj`: published checkpoints have `[q | k | v]`; groups are KV heads."""
-    kv_rows = config.num_kv_heads * config.head_dim
-    return group_major_order((config.num_query_heads * config.head_dim, kv_rows, kv_rows), config.num_kv_heads)

@@ -51,9 +51,9 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: Any = None,
         new: NewTokens | None = None,
-    ) -> Tensor:
-        """[tokens (local with sequence parallelism), hidden] -> the same shape. With `new`, the tokens continue the
-        texts in the mixer's `cache`."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[tokens (local with sequence parallelism), hidden] -> the same shape; with the mixer's auxiliary loss, if it
+        has one. With `new`, the tokens continue the texts in the mixer's `cache`, and there is no such loss."""
         if new is not None:
             return h_td + self.mixer.decode(self.norm(h_td), cache, new)
         recompute = self.execution.recompute
@@ -65,9 +65,12 @@ class Block(nn.Module):
         with recompute_saved() if recompute == "selective" else nullcontext():
             return self._forward(h_td, sequence_length, documents)
 
-    def _forward(self, h_td: Tensor, sequence_length: int, documents: Documents | None) -> Tensor:
+    def _forward(
+        self, h_td: Tensor, sequence_length: int, documents: Documents | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         norm = self.execution.recomputed(self.norm.function)
-        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, documents)
+        mixed = self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, documents)
+        return h_td + mixed if isinstance(mixed, Tensor) else (h_td + mixed[0], mixed[1])
 
 
 class InferenceCache:
@@ -121,7 +124,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """tokens, targets: int64 [batch, sequence], the same on all tensor-parallel ranks.
 
-        With targets: the mean loss over tokens, FP32, 0-dim, in nats. Without: logits [batch, sequence, vocab / tp].
+        With targets: the mean loss over tokens, FP32, 0-dim, in nats, with the gradient of the sum of this and all
+        auxiliary losses. Without: logits [batch, sequence, vocab / tp].
 
         documents: int32 [batch, sequence], the number of each token's document in its row, ascending from 0; no token
         then sees another document. None: a row is one document. num_documents: of all rows together; without it, fused
@@ -134,9 +138,12 @@ class HybridModel(nn.Module):
         if cache is not None:
             return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
         row_documents = None if documents is None else Documents(documents, num_documents)
-        h_td = self.embedding(tokens)
+        h_td, auxiliary_losses = self.embedding(tokens), []
         for block in self.blocks:
             h_td = block(h_td, tokens.shape[1], row_documents)
+            if isinstance(h_td, tuple):
+                h_td, auxiliary_loss = h_td
+                auxiliary_losses.append(auxiliary_loss)
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
@@ -146,7 +153,10 @@ class HybridModel(nn.Module):
         def loss(x_td: Tensor, weight: Tensor) -> Tensor:
             return head_loss(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
 
-        return self.head(h_td, loss=loss)
+        mean_loss = self.head(h_td, loss=loss)
+        for auxiliary_loss in auxiliary_losses:  # adds its gradient; its value is 0, so that losses stay comparable
+            mean_loss = mean_loss + (auxiliary_loss - auxiliary_loss.detach())
+        return mean_loss
 
     def new_cache(self, batch: int, max_length: int) -> InferenceCache:
         """An empty cache for `batch` texts of at most `max_length` tokens each, on the mesh's device."""

@@ -7,6 +7,7 @@ in the last bit of logarithms and cosines.)
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ Rule = Callable[["Draws"], Tensor | float]
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill the (materialized, possibly sharded) parameters of a `HybridModel` in place.
+    """Fill the (materialized, possibly sharded) parameters and buffers of a `HybridModel` in place.
 
     embedding, head, input projections (qkv, up, in)    N(0, init_std^2)
     output projections (out, down)                      N(0, init_std^2 / number of blocks)
@@ -45,7 +46,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     Raises ValueError for a parameter on the meta device.
     """
     for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             rule: Rule
             if isinstance(module, RowParallelLinear):
                 rule = partial(Draws.normal, std=config.init_std * config.num_blocks**-0.5)
@@ -60,17 +61,23 @@ def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:
     if parameter.is_meta:
         raise ValueError(f"parameter {name} is on the meta device: call model.to_empty(device=...) first")
     local, offsets = local_part(parameter), global_offsets(parameter)
-    matrix, row_offset = (local, offsets[0]) if local.dim() == 2 else (local[None], 0)
-    step = max(1, (_PIECE_ON_CPU if local.device.type == "cpu" else _PIECE) // max(1, matrix.shape[1]))
-    for first in range(0, matrix.shape[0], step):
-        piece = matrix[first : first + step]
-        values = rule(Draws(seed, name, row_offset + first, offsets[-1], piece.shape, piece.device))
-        piece.copy_(values) if isinstance(values, Tensor) else piece.fill_(values)
+    while local.dim() < 2:
+        local, offsets = local[None], (0, *offsets)
+    step = max(1, (_PIECE_ON_CPU if local.device.type == "cpu" else _PIECE) // max(1, local.shape[-1]))
+    for index in itertools.product(*map(range, local.shape[:-2])):  # of the matrices in a tensor of more dimensions
+        matrix, row = local[index], 0
+        for axis, size in enumerate(parameter.shape[:-1]):
+            row = row * size + offsets[axis] + (index[axis] if axis < len(index) else 0)
+        for first in range(0, matrix.shape[0], step):
+            piece = matrix[first : first + step]
+            values = rule(Draws(seed, name, row + first, offsets[-1], piece.shape, piece.device))
+            piece.copy_(values) if isinstance(values, Tensor) else piece.fill_(values)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """A rectangle of one parameter, and random numbers for it. row, column: where it begins in the global tensor."""
+    """A rectangle of one parameter, and random numbers for it. row, column: where it begins in the global tensor, of
+    which all axes but the last are rows."""
 
     seed: int
     name: str

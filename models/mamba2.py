@@ -19,7 +19,7 @@ rank, p head dimension, n state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +35,9 @@ from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
 from models.initialization import Draws, Rule, ones
-from models.mixer import Mixer, RMSNorm, check_multiple, group_major_order, input_projection, output_projection
+from models.mixer import Mixer, RMSNorm, check_multiple, input_projection, output_projection
 from models.positions import Documents, NewTokens
+from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections, group_major_order, split_rows
 from models.ssd import ScanInputs, continued_scan, fused_scan, plain_scan
 
 # mamba-ssm's initial values.
@@ -239,6 +240,68 @@ def split_sections(
     )
 
 
+def _rows(config: ModelConfig) -> dict[str, int]:
+    """The rows of each section of a published in_proj; the convolution has those of x, B and C."""
+    inner, state = config.mamba_inner_dim, config.mamba_num_groups * config.mamba_state_dim
+    return {"z": inner, "x": inner, "B": state, "C": state, "dt": config.mamba_num_heads}
+
+
+def mamba_in_proj_order(config: ModelConfig) -> Tensor:
+    """`group_major_order` of `in_proj`: published checkpoints have `[z | x | B | C | dt]`; groups are state groups."""
+    return group_major_order([*_rows(config).values()], config.mamba_num_groups)
+
+
+def mamba_conv_order(config: ModelConfig) -> Tensor:
+    """`group_major_order` of the convolution's channels: published checkpoints have `[x | B | C]`."""
+    return group_major_order([*_rows(config).values()][1:4], config.mamba_num_groups)
+
+
+def _unpacked(config: ModelConfig) -> dict[str, list[Section]]:
+    """The published tensors that both formats have."""
+    hidden, inner = config.hidden_dim, config.mamba_inner_dim
+    return {
+        **{f"ssm.{n}": [Section(n, (config.mamba_num_heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
+        "norm.weight": [Section("norm.weight", (inner,))],
+        "out_proj.weight": [Section("out_proj.weight", (hidden, inner))],
+    }
+
+
+def _hugging_face(config: ModelConfig) -> Sections:
+    in_proj, conv = mamba_in_proj_order(config).argsort(), mamba_conv_order(config).argsort()
+    return {
+        "in_proj.weight": [Section("in_proj.weight", (len(in_proj), config.hidden_dim), in_proj)],
+        "conv.weight": [Section("conv1d.weight", (len(conv), 1, config.mamba_conv_width), conv)],
+        "conv.bias": [Section("conv1d.bias", (len(conv),), conv)],
+        **_unpacked(config),
+    }
+
+
+def _megatron(config: ModelConfig) -> Sections:
+    """Sections are separate tensors, because each tensor-parallel rank has a part of each section."""
+    rows, conv = _rows(config), mamba_conv_order(config)
+
+    def sections(name: str, parts: Sequence[str], order: Tensor, *columns: int) -> list[Section]:
+        return split_rows([f"{name}.{part}" for part in parts], [rows[part] for part in parts], order, *columns)
+
+    return {
+        "in_proj.weight": sections("in_proj.weight", [*rows], mamba_in_proj_order(config), config.hidden_dim),
+        "conv.weight": sections("conv1d.weight", "xBC", conv, 1, config.mamba_conv_width),
+        "conv.bias": sections("conv1d.bias", "xBC", conv),
+        **_unpacked(config),
+    }
+
+
+def _megatron_sizes(shape: Callable[[str], tuple[int, ...]], known: Mapping[str, Any]) -> dict[str, Any]:
+    (heads,), inner = shape("A_log"), shape("in_proj.weight.z")[0]
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "mamba_state_dim": shape("in_proj.weight.B")[0] // known["mamba_num_groups"],
+        "mamba_conv_width": shape("conv1d.weight.x")[2],
+        "mamba_chunk_size": 128,  # Megatron's; it affects only rounding
+    }
+
+
 class Mamba2(Mixer):
     """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, and `conv` packs `[x | B | C]` in the
     same way (`mamba_in_proj_order`, `mamba_conv_order`). Head i uses group i // (heads / groups).
@@ -248,6 +311,28 @@ class Mamba2(Mixer):
     fused = (
         FusedKernel("scan", "scan", "mamba-ssm", fused_scan, _scan_refusal),
         FusedKernel("conv", "convolution", "causal-conv1d", fused_conv_silu, _conv_refusal),
+    )
+    hugging_face = HuggingFaceBlock(
+        types=("linear_attention", "mamba"),
+        sections=_hugging_face,
+        settings={
+            "mamba_num_heads": ("mamba_num_heads", 128),
+            "mamba_head_dim": ("mamba_head_dim", 64),
+            "mamba_num_groups": ("n_groups", 8),
+            "mamba_state_dim": ("ssm_state_size", 128),
+            "mamba_conv_width": ("conv_kernel", 4),
+            "mamba_chunk_size": ("chunk_size", 128),
+        },
+        fixed={"mamba_hidden_act": "silu", "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True},
+    )
+    megatron = MegatronBlock(
+        module="mixer",
+        linears=("in_proj", "out_proj"),
+        sections=_megatron,
+        sizes=_megatron_sizes,
+        told=("mamba_num_groups",),
+        fixed={"norm_eps": 1e-5, "mamba_conv_width": 4},
+        arguments=("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
@@ -381,15 +466,3 @@ class Mamba2(Mixer):
         """Of the convolution, A_log, D, dt_bias and the norm."""
         conv = _conv_channels(config) * (config.mamba_conv_width + 1)
         return conv + 3 * config.mamba_num_heads + config.mamba_inner_dim
-
-
-def mamba_in_proj_order(config: ModelConfig) -> Tensor:
-    """`group_major_order` of `in_proj`: published checkpoints have `[z | x | B | C | dt]`; groups are state groups."""
-    inner, state = config.mamba_inner_dim, config.mamba_num_groups * config.mamba_state_dim
-    return group_major_order((inner, inner, state, state, config.mamba_num_heads), config.mamba_num_groups)
-
-
-def mamba_conv_order(config: ModelConfig) -> Tensor:
-    """`group_major_order` of the convolution's channels: published checkpoints have `[x | B | C]`."""
-    state = config.mamba_num_groups * config.mamba_state_dim
-    return group_major_order((config.mamba_inner_dim, state, state), config.mamba_num_groups)

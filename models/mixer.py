@@ -21,6 +21,7 @@ from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
 from models.initialization import Rule, ones
 from models.positions import Documents, NewTokens
+from models.published import HuggingFaceBlock, MegatronBlock
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,20 +73,32 @@ class RMSNorm(nn.Module):
 class Mixer(nn.Module, ABC):
     """[tokens, hidden] -> [tokens, hidden], by linears (parallel/layers.py) and functions between them.
 
-    name: for messages. fused: kernels that can replace its functions in plain PyTorch.
+    name: for messages. fused: kernels that can replace its functions in plain PyTorch. hugging_face, megatron: its form
+    in these formats; None: it has none, and an export is refused. shapes_vary: whether shapes depend on the data; CUDA
+    graphs are then refused.
+
+    A module with parameters of its own or buffers has `initial_values()`: a rule for each, by name. Buffers are FP32,
+    the same on all ranks, and saved with the weights. A forward pass does not change them, because it may run twice.
     """
 
     name: ClassVar[str]
     fused: ClassVar[tuple[FusedKernel, ...]] = ()
+    hugging_face: ClassVar[HuggingFaceBlock | None] = None
+    megatron: ClassVar[MegatronBlock | None] = None
+    shapes_vary: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         self.execution = execution
 
     @abstractmethod
-    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x_td: Tensor, sequence_length: int, documents: Documents | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[tokens, hidden] -> [tokens, hidden]; each sequence has `sequence_length` tokens.
 
+        With an auxiliary loss: (the same, the loss, FP32 0-dim). It is minimized together with the mean loss of the
+        micro-batch's targets, and is not part of the loss that a run prints.
         documents: no token sees another document than its own; None: a sequence is one document.
         """
 
@@ -105,14 +118,13 @@ class Mixer(nn.Module, ABC):
         """
 
     @classmethod
-    @abstractmethod
     def check(cls, config: ModelConfig) -> None:
         """Raise ConfigError for sizes that do not fit together."""
 
     @classmethod
-    @abstractmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
         """Key of the configuration -> (number that the tensor-parallel size must divide, the key's value)."""
+        return {}
 
     @classmethod
     @abstractmethod
@@ -173,16 +185,3 @@ def output_projection(name: str, config: ModelConfig, in_features: int, input_ke
     """A mixer's last linear, which writes to the hidden state; its inputs are sharded over tensor-parallel ranks."""
     hidden = config.hidden_dim
     return LinearShape(name, 0, in_features, hidden, input_key=input_key, input_sharded=True, title=title)
-
-
-def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:
-    """The row order of a packed projection, int64 [rows]: ours is by group, that of published checkpoints by section.
-
-        ours = published[order]             published = ours[order.argsort()]
-
-    Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours stack groups (a KV
-    head with its query heads; a state group with its heads): `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`. So an even split
-    over tensor-parallel ranks gives every rank whole groups. section_rows: of each section, multiples of `num_groups`.
-    """
-    sections = torch.arange(sum(section_rows)).split(list(section_rows))
-    return torch.cat([section.view(num_groups, -1) for section in sections], 1).flatten()

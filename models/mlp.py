@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,35 @@ from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer, input_projection, output_projection
 from models.positions import Documents, NewTokens
+from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections
 
 # Blocks of quantization and of the Hadamard transform are at least this wide, and ranks must not share one.
 _TILE = 16
+
+
+def _named(up: str, down: str, config: ModelConfig) -> Sections:
+    return {
+        "up_proj.weight": [Section(f"{up}.weight", (config.ffn_dim, config.hidden_dim))],
+        "down_proj.weight": [Section(f"{down}.weight", (config.hidden_dim, config.ffn_dim))],
+    }
 
 
 class MLP(Mixer):
     """Up projection, squared ReLU, down projection."""
 
     name = "FFN"
+    hugging_face = HuggingFaceBlock(
+        types=("mlp",),
+        sections=partial(_named, "up_proj", "down_proj"),
+        settings={"ffn_dim": ("intermediate_size", 21504)},
+        fixed={"mlp_hidden_act": "relu2", "mlp_bias": False},
+    )
+    megatron = MegatronBlock(
+        module="mlp",
+        linears=("linear_fc1", "linear_fc2"),
+        sections=partial(_named, "linear_fc1", "linear_fc2"),
+        sizes=lambda shape, known: {"ffn_dim": shape("linear_fc2.weight")[1]},
+    )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)

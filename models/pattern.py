@@ -36,6 +36,17 @@ def mixers_of(pattern: str) -> list[type[Mixer]]:
     return [mixer for letter, mixer in MIXERS.items() if letter in pattern]
 
 
+def blocks_of(config: ModelConfig) -> list[type[Mixer]]:
+    """The type of every block of a checked configuration."""
+    return [MIXERS[letter] for letter in config.pattern]
+
+
+def pattern_of(blocks: Iterable[type[Mixer]]) -> str:
+    """The inverse of `blocks_of`."""
+    letters = {mixer: letter for letter, mixer in MIXERS.items()}
+    return "".join(letters[mixer] for mixer in blocks)
+
+
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError for an unknown letter in the pattern, or sizes that do not fit together in a block."""
     known = ", ".join(f"{letter} ({mixer.name})" for letter, mixer in MIXERS.items())
@@ -166,6 +177,12 @@ def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str 
         "activation checkpointing": model.execution.recompute,
         "determinism": "on; run.deterministic=false is faster" if slower else None,
     }
+
+
+def why_shapes_vary(config: ModelConfig) -> str | None:
+    """Why shapes of a micro-batch depend on its tokens, or None if they do not."""
+    names = [mixer.name for mixer in mixers_of(config.pattern) if mixer.shapes_vary]
+    return f"the shapes in {names[0]} blocks vary with the data" if names else None
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> int:

@@ -16,5 +16,6 @@ from models.pattern import (  # noqa: F401
     parameter_count,
     parts,
     training_flops_per_token,
+    why_shapes_vary,
 )
 from models.planned import planned_execution  # noqa: F401

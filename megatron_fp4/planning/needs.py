@@ -279,7 +279,7 @@ def _memory_facts(
         "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }
-    if 0 < _eager_micro_batches(config, ranks, plans, dry.micro_batches) < dry.micro_batches:
+    if 0 < _eager_micro_batches(config, models, ranks, plans, dry.micro_batches) < dry.micro_batches:
         sizes["CUDA graphs, besides the peak (none without room)"] = memory.activations
     shares = f"{memory.num_parameters:,} of {models.parameter_count(config.model).total:,}"
     return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
@@ -379,7 +379,7 @@ def step_time(
     # except the head.
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
-    eager = _eager_micro_batches(config, ranks, plans, micro_batches)
+    eager = _eager_micro_batches(config, models, ranks, plans, micro_batches)
     eager_ms = (1 + recomputed) * len(models.linear_shapes(config.model)) * of_linear
     host_ms = eager * eager_ms + (micro_batches - eager) * of_replay
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0
@@ -391,9 +391,11 @@ def step_time(
     )
 
 
-def _eager_micro_batches(config: Config, ranks: int, plans: tuple[Plan, Plan | None], micro_batches: int) -> int:
+def _eager_micro_batches(
+    config: Config, models: ModelProvider, ranks: int, plans: tuple[Plan, Plan | None], micro_batches: int
+) -> int:
     """How many of a step's `micro_batches` on a rank CUDA graphs do not replay."""
-    if graphs_refusal(config, ranks, "cuda", config.precision.backend, recipes_in(plans)) is not None:
+    if graphs_refusal(config, models, ranks, "cuda", config.precision.backend, recipes_in(plans)) is not None:
         return micro_batches
     return 0 if config.parallel.data_parallel_size(ranks) == 1 else min(2, micro_batches)
 

@@ -52,6 +52,7 @@ class LinearShape:
     letter: its block's letter in `model.pattern`, which exceptions refer to. input_key: the key of the configuration
     that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
     groups: equal groups of its output rows (KV heads, state groups); no block of codes has rows of two groups.
+    active: the share of tokens that it computes.
     """
 
     name: str
@@ -63,6 +64,7 @@ class LinearShape:
     input_sharded: bool = False
     title: str = ""
     groups: int = 1
+    active: float = 1.0
 
     @property
     def parameters(self) -> int:
@@ -71,7 +73,7 @@ class LinearShape:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward GEMM, where a multiply-add counts as two. Training takes three times as many."""
-        return 2 * self.parameters
+        return round(2 * self.parameters * self.active)
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,11 @@ def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
 def why_eager(config: Config, models: ModelProvider) -> str | None:
     """Why the run computes micro-batches eagerly, or None if CUDA graphs replay them. Raises ConfigError."""
     backend, recipes = backend_of(config, models), recipes_in(plans_of(config, models))
-    return graphs_refusal(config, place_in_run().world_size, device_type_of(config), backend.name, recipes)
+    return graphs_refusal(config, models, place_in_run().world_size, device_type_of(config), backend.name, recipes)
 
 
 def graphs_refusal(
-    config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
+    config: Config, models: ModelProvider, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
 ) -> str | None:
     """Why CUDA graphs do not replay the micro-batches of a run on `ranks` ranks, or None if they do.
 
@@ -134,7 +134,7 @@ def graphs_refusal(
             few: micro_batches < 3,
             "graphs with FSDP were not tested on several GPUs; train.cuda_graphs=true captures them": wanted == "auto",
         }
-    refusal = next((why for why, applies in obstacles.items() if applies), None)
+    refusal = next((why for why, applies in obstacles.items() if applies), models.why_shapes_vary(config.model))
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     if backend != "transformer_engine":  # it has its own quantization kernels

@@ -43,6 +43,9 @@ class ModelProvider(Protocol):
     def training_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of a token, forward and backward."""
 
+    def why_shapes_vary(self, config: ModelConfig) -> str | None:
+        """Why shapes of a micro-batch depend on its tokens, or None if they do not."""
+
     def choose_execution(self, config: Config, device_type: str) -> Any:
         """The execution on a device of this type. Raises ConfigError if it is not possible."""
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from data.tokenizer import train_tokenizer
 from exchange import weights_only
-from exchange.architectures import shape_of
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import sequence_length
 from exchange.megatron import MegatronFolder, export_megatron, import_megatron
@@ -30,6 +29,7 @@ from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.schema import ModelConfig
+from models.published import shape_of
 from pretrain import CONFIGS
 from tests.checkpoint.test_shards import Command
 from tests.exchange.models import checkpoint_of
@@ -214,7 +214,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         (argument(swiglu=True), "swiglu=True; models here support only False"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is not a positive number"),
         (add("decoder.layers.0.mixer.A_log", 0), "do not fit a model"),
-        (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.num_query_heads=... model.num_kv"),
+        (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.mamba_num_groups=... model.num_q"),
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
     ],
 )

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.indexed import IndexedDataset
-from exchange.architectures import from_published, sections_of
+from exchange.architectures import sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.revision import revision
+from models.published import from_published
 from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of

@@ -326,10 +326,10 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
     ],
 )
 def test_runs_that_cannot_use_graphs(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
-    assert why in (graphs_refusal(config, ranks, device, backend) or "")
+    assert why in (graphs_refusal(config, models, ranks, device, backend) or "")
     required = replace(config, train=replace(config.train, cuda_graphs="true"))
     with pytest.raises(ConfigError, match=f"train.cuda_graphs=true is not possible: .*{why}.*; leave it at auto"):
-        graphs_refusal(required, ranks, device, backend)
+        graphs_refusal(required, models, ranks, device, backend)
 
 
 # With square blocks; blocks of one row have a kernel.
@@ -345,8 +345,8 @@ FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fp
 )
 def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str) -> None:
     for backend in ("emulated", "torch"):
-        assert why in (graphs_refusal(Config(), 1, "cuda", backend, [BF16, NVFP4, recipe]) or "")
-    assert graphs_refusal(Config(), 1, "cuda", "transformer_engine", [BF16, NVFP4, recipe]) is None
+        assert why in (graphs_refusal(Config(), models, 1, "cuda", backend, [BF16, NVFP4, recipe]) or "")
+    assert graphs_refusal(Config(), models, 1, "cuda", "transformer_engine", [BF16, NVFP4, recipe]) is None
 
 
 def test_every_shipped_recipe_can_be_captured() -> None:
@@ -354,10 +354,14 @@ def test_every_shipped_recipe_can_be_captured() -> None:
         plan, _ = plans_of(composed(f"precision={precision}"))
         assert all(operand_without_kernel(row.recipe) is None for row in plan.rows), precision
     for tensor in (1, 4):
-        assert graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), tensor, "cuda", "emulated") is None
+        assert (
+            graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), models, tensor, "cuda", "emulated") is None
+        )
 
 
 def test_with_fsdp_graphs_must_be_requested() -> None:
     many = TrainConfig(global_batch_size=64, micro_batch_size=1)
-    assert "were not tested on several GPUs" in (graphs_refusal(Config(train=many), 2, "cuda", "emulated") or "")
-    assert graphs_refusal(Config(train=replace(many, cuda_graphs="true")), 2, "cuda", "emulated") is None
+    assert "were not tested on several GPUs" in (
+        graphs_refusal(Config(train=many), models, 2, "cuda", "emulated") or ""
+    )
+    assert graphs_refusal(Config(train=replace(many, cuda_graphs="true")), models, 2, "cuda", "emulated") is None

@@ -1,0 +1,121 @@
+"""A block's parameters as tensors of published models: names, shapes and order of rows.
+
+A mixer has a `HuggingFaceBlock` and a `MegatronBlock` if these formats have its kind of block; exchange/ reads and
+writes the formats. Names are within the mixer on our side, and within its module on theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Section:
+    """A published tensor that consists of rows of one of our parameters. The rows of our packed projections are ordered
+    by group, those of published tensors by section (such as q, k, v).
+
+    name, shape: of the published tensor. rows: int64, for each of its rows the number of our row; None if it is our
+    complete parameter in our order. fp32: whether it is always written in FP32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Tensor | None = None
+    fp32: bool = False
+
+    @property
+    def module(self) -> str:
+        """The published name of the module that has this weight."""
+        return self.name.removesuffix(".weight")
+
+    def inside(self, module: str) -> Section:
+        """The same tensor, named from outside of the published `module`."""
+        return replace(self, name=f"{module}.{self.name}")
+
+    def published(self, ours: Tensor) -> Tensor:
+        """This tensor, contiguous, from our parameter and in its dtype."""
+        return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
+
+
+Sections = Mapping[str, Sequence[Section]]
+"""Name of our parameter -> its published tensors."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceBlock:
+    """A kind of block of transformers' nemotron_h.
+
+    types: its names in `layers_block_type`. sections: the published tensors. settings: our setting -> its key in
+    config.json and the default in transformers. fixed: the values that keys must have; an import accepts a missing key.
+    """
+
+    types: tuple[str, ...]
+    sections: Callable[[ModelConfig], Sections]
+    settings: Mapping[str, tuple[str, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MegatronBlock:
+    """A kind of block of Megatron-core's hybrid model.
+
+    module: its module in a layer. linears: names of its first linear, which has the block's norm, and of its last.
+    sections: the published tensors. sizes: from a function that gives a tensor's shape, and from the known settings,
+    the settings that shapes tell. told: the settings that only arguments tell. fixed: settings that Megatron cannot
+    change. arguments: settings that are arguments of the same name, if the model has such a block.
+    """
+
+    module: str
+    linears: tuple[str, str]
+    sections: Callable[[ModelConfig], Sections]
+    sizes: Callable[[Callable[[str], tuple[int, ...]], Mapping[str, Any]], dict[str, Any]] = lambda shape, known: {}
+    told: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+
+def split_rows(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
+    """The sections of a parameter whose rows are `published[order]`. sizes: rows of each section. columns: their other
+    axes."""
+    rows = order.argsort().split(list(sizes))
+    return [Section(name, (size, *columns), at) for name, size, at in zip(names, sizes, rows, strict=True)]
+
+
+def from_published(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of `Section.published`: our parameter in FP32, from the published tensors by name."""
+    shape = shape_of(sections)
+    ours = torch.empty(shape)
+    for section in sections:
+        values = published[section.name].to(torch.float32)
+        if section.rows is None:
+            ours.copy_(values.view(shape))
+        else:
+            ours[section.rows] = values.view(-1, *shape[1:])
+    return ours
+
+
+def shape_of(sections: Sequence[Section]) -> torch.Size:
+    """The shape of our parameter: the rows of all sections, and their columns without the axis of size 1 that published
+    convolutions have."""
+    rows, columns = sum(section.shape[0] for section in sections), sections[0].shape[1:]
+    return torch.Size((rows, *(size for size in columns if size != 1 or len(columns) == 1)))
+
+
+def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:
+    """The row order of a packed projection, int64 [rows]: ours is by group, that of published checkpoints by section.
+
+        ours = published[order]             published = ours[order.argsort()]
+
+    Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours stack groups (a KV
+    head with its query heads; a state group with its heads): `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`. So an even split
+    over tensor-parallel ranks gives every rank whole groups. section_rows: of each section, multiples of `num_groups`.
+    """
+    sections = torch.arange(sum(section_rows)).split(list(section_rows))
+    return torch.cat([section.view(num_groups, -1) for section in sections], 1).flatten()

@@ -1,0 +1,164 @@
+"""A kind of block that no shipped model has, made of one row of `MIXERS`: its auxiliary loss, buffer, three-dimensional
+weight, and shapes that vary; in a run, on two ranks, and refused for export before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exchange.checkpoint import load_model, open_checkpoint
+from exchange.megatron_model import arguments_of
+from megatron_fp4.config.schema import Config, ModelConfig, OptimizerConfig
+from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from megatron_fp4.precision.plan import LinearShape
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.build import graphs_refusal
+from megatron_fp4.training.optimizer import build_optimizer
+from models import provider as models
+from models.execution import PLAIN, Execution
+from models.hybrid import build_model
+from models.initialization import Draws, Rule, initialize
+from models.mixer import Mixer, input_projection, output_projection
+from models.pattern import MIXERS, forward_flops_per_token, parameter_count
+from models.positions import Documents
+from pretrain import CONFIGS
+from scripts import convert
+from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, micro_batches
+from tests.models.builders import local, relative_error, small_config, tokens_and_targets
+from tests.spiked_run import FAST, printed_by, small_corpus
+from tests.test_pretrain import SMALL, records
+from tests.training.harness import alone, launch, train_step, whole
+
+
+class Outsider(Mixer):
+    """Only every second token passes the linears."""
+
+    name, shapes_vary = "outsider", True
+    coefficient, shift = 0.5, 1.0
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        super().__init__(config, mesh, execution)
+        self.up = ColumnParallelLinear(config.hidden_dim, config.ffn_dim, mesh)
+        self.down = RowParallelLinear(config.ffn_dim, config.hidden_dim, mesh)
+        self.tables = new_parameter((4, 8, config.hidden_dim), mesh)
+        self.register_buffer("bias", torch.empty(config.hidden_dim))
+
+    def initial_values(self) -> dict[str, Rule]:
+        return {"tables": lambda draws: draws.normal(0.3), "bias": lambda draws: self.shift}
+
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
+        tables = local_parameter(self.tables)
+        y_td = self.down(self.up(x_td[::2]).relu()).repeat_interleave(2, 0)
+        return y_td + x_td * tables.sum((0, 1)).to(x_td) + self.bias, self.coefficient * tables.square().sum()
+
+    def new_cache(self, *sizes: Any) -> None:
+        return None
+
+    def decode(self, x_td: Tensor, cache: Any, new: Any) -> Tensor:
+        return self.forward(x_td, new.length)[0]
+
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        down = output_projection("down", config, config.ffn_dim, "model.ffn_dim", "the outsider's projection")
+        return [replace(shape, active=0.5) for shape in (input_projection("up", config, config.ffn_dim), down)]
+
+    @classmethod
+    def other_parameters(cls, config: ModelConfig) -> int:
+        return 4 * 8 * config.hidden_dim
+
+
+@pytest.fixture
+def mesh() -> Iterator[ParallelMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def outsider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "E", Outsider)
+
+
+def test_an_auxiliary_loss_adds_its_gradient_and_leaves_the_printed_loss(mesh: ParallelMesh, monkeypatch: Any) -> None:
+    config = small_config(pattern="EE-")
+    tokens, targets = tokens_and_targets(config)
+    for recompute in ("none", "block", "selective"):
+        losses, gradients = [], []
+        for coefficient in (0.0, 0.5):
+            monkeypatch.setattr(Outsider, "coefficient", coefficient)
+            model = build_model(config, mesh, torch.float32, Execution(recompute=recompute))
+            initialize(model, config, seed=0)
+            (loss := model(tokens, targets) / 4).backward()
+            losses.append(loss.item())
+            gradients.append({name: local(p.grad) for name, p in model.named_parameters()})
+        assert losses[0] == losses[1]
+        for name, parameter in model.named_parameters():
+            expected = gradients[0][name]
+            if name.endswith("tables"):
+                expected = expected + local(parameter).detach() / 4
+                assert relative_error(gradients[0][name], expected) > 0.1
+            assert relative_error(gradients[1][name], expected) < 1e-6, name
+
+
+def test_counts_and_flops_are_those_of_its_row(mesh: ParallelMesh) -> None:
+    config = small_config(pattern="E")
+    model = build_model(config, mesh, torch.float32)
+    assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
+    head, linears = 2 * config.hidden_dim * config.vocab_size, 2 * 2 * config.hidden_dim * config.ffn_dim
+    assert forward_flops_per_token(config, 20) == head + linears // 2
+
+
+def _trained(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Weights and buffers before a step, its loss, and the weights after it."""
+    MIXERS["E"] = Outsider
+    mesh, step_state = layout.mesh(), StepState(seed=11)
+    model, _ = controlled_model(mesh, RECIPES["fp32"], step_state, replace(MODEL, pattern="E-"))
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
+    before = {name: whole(tensor).clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    done = train_step(model, optimizer, micro_batches(0, mesh), mesh, step_state, step=0)
+    return before, done.loss, {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_two_ranks_begin_and_train_like_one() -> None:
+    [(begun, loss, trained)] = launch(_trained, 1, ONE)
+    for before, of_two, after in launch(_trained, 2, LAYOUTS["dp2"]):
+        assert before.keys() == begun.keys() and all(torch.equal(before[name], begun[name]) for name in begun)
+        assert of_two == pytest.approx(loss, rel=1e-5)
+        assert all(relative_error(after[name], trained[name]) < 1e-5 for name in trained)
+    tables = begun["blocks.0.mixer.tables"]
+    assert tables.std().item() == pytest.approx(0.3, rel=0.1) and len(tables.unique()) == tables.numel()
+    assert Draws(0, "a", 0, 0, torch.Size((1, 2)), tables.device).normal(1.0).unique().numel() == 2
+
+
+def test_a_run_trains_resumes_and_refuses_what_it_cannot(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A resumed run has the buffer of the checkpoint, not a new one."""
+    run = [*SMALL, *FAST, *small_corpus(tmp_path), "model.pattern=ME-", "train.steps=4", "checkpoint.interval=2"]
+    assert "outsider blocks" in printed_by([*run, f"run.dir={tmp_path}/a"], capsys, 0)
+    monkeypatch.setattr(Outsider, "shift", 7.0)
+    resume = f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"
+    printed_by([*run, f"run.dir={tmp_path}/b", resume], capsys, 0)
+    ends = [records(tmp_path / name, "step")[-1]["loss"] for name in "ab"]
+    assert ends[0] == ends[1]
+    checkpoint = open_checkpoint(tmp_path / "b", CONFIGS)
+    assert dict(load_model(checkpoint).named_buffers())["blocks.1.mixer.bias"].unique().tolist() == [1.0]
+
+    refused = printed_by([*run, f"run.dir={tmp_path}/c", "checkpoint.export_interval=2"], capsys, 2)
+    assert "checkpoint.export_interval=2: transformers has no architecture for this model: model.pattern=ME-" in refused
+    assert "has outsider blocks; leave it out" in refused and not (tmp_path / "c").exists()
+    assert convert.main(["export-hf", f"{tmp_path}/b", f"{tmp_path}/hf"]) == 2
+    assert "model.pattern=ME- has outsider blocks" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"Megatron has no model like this: model.pattern=ME- has outsider blocks"):
+        arguments_of(checkpoint.config.model, 32, bf16=True)
+
+
+def test_cuda_graphs_are_refused() -> None:
+    why = graphs_refusal(Config(model=ModelConfig(pattern="E-")), models, 1, "cuda", "emulated")
+    assert why == "the shapes in outsider blocks vary with the data"
