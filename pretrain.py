@@ -54,7 +54,7 @@ from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import Profile
 from megatron_fp4.training.callbacks.replicas import Replicas
-from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
+from megatron_fp4.training.callbacks.reporting import Banner, LiveReport, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
 from megatron_fp4.training.trainer import Callback, Trainer, check_start
 from models import provider as models
@@ -146,6 +146,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         Validation(),  # after a rollback, before a save
         Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))) if config.checkpoint.export_interval else None,
+        LiveReport(config.logging.report_minutes) if config.logging.report and config.logging.report_minutes else None,
         Summary(),
         Profile() if config.logging.profile_steps else None,  # innermost: it measures only the step
     ]

@@ -83,12 +83,12 @@ def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
     """Draw smoothed training losses, and below them the gap of each run to the first, in percent; returns `target`."""
     settings = {"figsize": (10, 7.6), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
     with picture(target, 2, 1, **settings) as (figure, (above, below)):
-        draw_training(above, runs)
-        for index, run in enumerate(runs):
-            for event in run.events:
-                if event["event"] == "switch":
-                    above.axvline(event["step"], color=look(index).color, linewidth=1.0, linestyle=":")
-        draw_gaps(below, runs[0], runs[1:])
+        looks = [look(index) for index in range(len(runs))]
+        draw_training(above, runs, looks)
+        for run, style in zip(runs, looks, strict=True):
+            for event in run.happened("switch"):
+                above.axvline(event["step"], color=style.color, linewidth=1.0, linestyle=":")
+        draw_gaps(below, runs[0], runs[1:], looks[1:])
         for axes in (above, below):
             step_axis(axes, max(run.steps[-1]["step"] for run in runs))
         legend_below(figure, (above, below))

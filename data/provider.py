@@ -92,6 +92,12 @@ class RunData:
         """Of each held-out set, in nats per token."""
         return {name: of_set.unigram_entropy for name, of_set in self.statistics.items()}
 
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """The number of tokens of each source; of more than 64, only the largest 64."""
+        sizes = {name: source.stream.num_tokens for name, source in self.loader.sources.items()}
+        return dict(sorted(sizes.items(), key=lambda item: -item[1])[:64])
+
     def summary(self) -> list[str]:
         """Lines that list what was opened."""
         lines = [self.bundle.summary()]

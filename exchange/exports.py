@@ -22,12 +22,10 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -44,14 +42,14 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.training.callbacks.reporting import as_typed
+from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
 
 logger = logging.getLogger(__name__)
 
 RECORD = "made_from.json"
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "convert.py"
+SCRIPT = script("convert")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "bf16": ("--dtype", "bfloat16"),
     "fp32": ("--dtype", "float32"),
@@ -59,8 +57,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "nvfp4-compressed-tensors": ("--format", "nvfp4-compressed-tensors"),
 }
 """`checkpoint.export_format` -> options of scripts/convert.py."""
-# Environment variables that a launcher sets for ranks; the export is not a rank.
-_OF_RANKS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(ROLE|MASTER|TORCHELASTIC)_\w+")
 
 
 def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
@@ -257,20 +253,9 @@ class Exports(Callback):
                 self._failed(step, str(error))
 
     def _start_export(self, step: int) -> _Running:
-        """Start scripts/convert.py without a GPU and without a launcher's environment variables, in the run's own
-        working directory, because its configuration may have relative paths. Raises OSError."""
-        environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        """Start scripts/convert.py. Raises OSError."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *self._arguments(step), "--beside", str(os.getpid())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the run alone handles signals from the terminal
-        )
-        return _Running(step, process, output, time.monotonic())
+        return _Running(step, start_script(SCRIPT, self._arguments(step), output), output, time.monotonic())
 
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)

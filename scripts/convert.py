@@ -16,26 +16,9 @@ from __future__ import annotations
 if __name__ == "__main__":
     import _command  # noqa: F401
 
-import os
-import sys
-
-if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
-    # A run starts this as a child process (exchange/exports.py). It gets the lowest priority, and the kernel kills it
-    # when the run ends, because the run may be killed itself. Do this before torch is imported, which takes seconds.
-    import ctypes
-    import signal
-
-    at = sys.argv.index("--beside")
-    parent = sys.argv[at + 1]
-    del sys.argv[at : at + 2]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
-    if str(os.getppid()) != parent:  # the run ended before the line above
-        os._exit(1)
-    os.nice(19)
-
 import argparse
 import inspect
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path

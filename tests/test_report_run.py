@@ -39,6 +39,11 @@ def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFix
     page = (run_dir / REPORT_FILE).read_text()
     assert "loss above BF16 in percent" in page and "2 starts" in page
 
+    transcript = (run_dir / "run.log").read_text()
+    lines = [line for line in transcript.splitlines() if line[21:25] == "step"]
+    assert [int(line.split()[3].split("/")[0]) for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert transcript.count("--- from step") == 2 and "Precision plan bf16" in transcript
+
     # A start of the finished run leaves the page unchanged.
     before = stamps(run_dir)[str(run_dir / REPORT_FILE)]
     assert pretrain.main(resumed) == 0 and stamps(run_dir)[str(run_dir / REPORT_FILE)] == before

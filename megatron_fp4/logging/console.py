@@ -6,12 +6,13 @@ plain lines, one every `logging.interval` steps.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import TracebackType
 from typing import TextIO
@@ -31,8 +32,9 @@ class RunConsole:
     """Prints a run's progress on one rank; on the others (`active=False`) every method does nothing.
 
     total_steps: of the whole run. interval: steps between plain lines. stream: by default stdout; a terminal gets the
-    live bar. memory_size: of the device, in GiB, to show which share is used; None: show no share. start_step: steps
-    done before this start. Use it as a context manager around the training loop.
+    live bar. memory_size: of the device, in GiB, to show which share is used; None: show no share. transcript: gets
+    everything that is printed, without the bar but with the plain lines. start_step: steps done before this start. Use
+    it as a context manager around the training loop.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class RunConsole:
         active: bool = True,
         stream: TextIO | None = None,
         memory_size: float | None = None,
+        transcript: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.start_step = 0
+        self._transcript = transcript
         self._total, self._interval, self._active, self._memory_size = total_steps, interval, active, memory_size
         stream = stream or sys.stdout
         self._live = active and stream.isatty()
@@ -103,10 +107,12 @@ class RunConsole:
             if len(numbers) > room:
                 numbers = numbers[:room].rpartition("  ")[0]
             self._progress.update(self._progress.task_ids[0], completed=metrics.step, numbers=numbers)
-        elif metrics.step % self._interval == 0 or metrics.step == self._total or metrics.skipped:
-            progress = f"step {metrics.step}/{self._total}  {metrics.phase}"
-            self.text(f"{time.strftime('%H:%M:%S')}  {progress}  {numbers}")
-            self._waits.clear()
+        if metrics.step % self._interval == 0 or metrics.step == self._total or metrics.skipped:
+            line = f"step {metrics.step}/{self._total}  {metrics.phase}  {numbers}"
+            self._transcript(line)
+            if self._progress is None:
+                self._show(f"{time.strftime('%H:%M:%S')}  {line}")
+                self._waits.clear()
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
         """The numbers of a line. A narrow terminal drops the last ones."""
@@ -133,6 +139,15 @@ class RunConsole:
     def _print(self, what: Table | str) -> None:
         if not self._active:
             return
+        if isinstance(what, str):
+            self._transcript(what)
+        else:
+            lines = Console(file=io.StringIO(), width=120)
+            lines.print(what)
+            self._transcript(lines.file.getvalue())
+        self._show(what)
+
+    def _show(self, what: Table | str) -> None:
         try:
             self._console.print(what)
         except OSError:  # output to a full disk must not end training; metrics.jsonl has everything

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 METRICS_FILE, SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "metrics.jsonl", "summary.json", "loss.png", "report.html"
+TRANSCRIPT_FILE = "run.log"
 
 
 class Outage:
@@ -108,6 +110,39 @@ class RecordFile:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1
+
+
+class Transcript(logging.Handler):
+    """`run.log`: what the first rank prints and logs, each line with its time. Starts of a run follow each other.
+
+    Lines wait until `open`, so that a start which is refused writes nothing. A disk that refuses lines loses them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[str] = []
+        self._path: Path | None = None
+
+    def open(self, path: Path) -> None:
+        """From now on append to `path`."""
+        self._path, waiting, self._waiting = path, self._waiting, []
+        self._append(waiting)
+
+    def text(self, text: str) -> None:
+        """Add the lines of `text`."""
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}".rstrip() + "\n" for line in text.splitlines()]
+        if self._path is None:
+            self._waiting += lines
+        else:
+            self._append(lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text(self.format(record))
+
+    def _append(self, lines: list[str]) -> None:
+        assert self._path is not None
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
 
 
 def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,15 @@
 """`report.html`: a page about one run, or about several side by side, which needs no other files.
 
-Figures are inline SVG, there is no script, and the page's policy forbids the browser to fetch anything. The template
-escapes all text.
+Figures are inline SVG. One script shows the values under the mouse; the page's policy allows no other script and
+forbids the browser to fetch anything. The template escapes all text.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +25,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint.files import list_checkpoints, step_of
 from megatron_fp4.config.removed_keys import leaves
 from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
 from megatron_fp4.logging.pictures import (
     QUANTITIES,
+    Look,
     draw_gaps,
     draw_heatmap,
     draw_losses,
@@ -35,10 +40,11 @@ from megatron_fp4.logging.pictures import (
     legend_below,
     look,
     mark_run,
+    show_from,
     smooth,
     step_axis,
 )
-from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
+from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs, read_mapping
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
 
@@ -46,7 +52,6 @@ from megatron_fp4.runtime.revision import revision
 _ROUTINE, _MOST_EVENTS = ("checkpoint", "export", "replay", "recheck"), 200
 # Curves: title, field, and the kind of records that have the field.
 _CURVES = (
-    ("learning rate", "lr", "step"),
     ("gradient norm before clipping", "grad_norm", "step"),
     ("tokens per second, all devices", "tokens_per_second", "step"),
     ("model FLOPs utilization", "mfu", "step"),
@@ -60,7 +65,7 @@ Row = Sequence[str]
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ names }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{{ policy }}">
 <style>
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; margin: 0 auto; max-width: 1120px; padding: 12px 16px; }
 h1 { overflow-wrap: anywhere; } h2 { font-size: 1.15em; border-bottom: 1px solid #ccc; } h3 { font-size: 1em; }
@@ -71,6 +76,7 @@ figure { margin: 0; break-inside: avoid; min-width: 0; } svg { width: 100%; heig
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eee; }
 td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; white-space: pre-wrap; max-width: 34em; }
 .note { color: #666; font-size: .9em; }
+#values { position: fixed; white-space: pre; pointer-events: none; background: #fff; border: 1px solid #999; }
 @media print { nav { display: none; } .figures { grid-template-columns: 1fr 1fr; } }
 </style></head><body>
 <h1>{{ names }}</h1>
@@ -79,7 +85,7 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; white-space:
 {% for title, figures, tables, note in sections %}
 <section id="s{{ loop.index }}"><h2>{{ title }}</h2>
 {% if figures %}
-<div class="figures">{% for figure in figures %}<figure>{{ figure }}</figure>{% endfor %}</div>
+<div class="figures">{% for figure in figures %}{{ figure }}{% endfor %}</div>
 {% endif %}
 {% for title, head, rows in tables %}
 {% if title %}<h3>{{ title }}</h3>{% endif %}
@@ -91,8 +97,33 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; white-space:
 {% if note %}<p class="note">{{ note }}</p>{% endif %}
 </section>
 {% endfor %}
+<div id="values" hidden></div><script>{{ script }}</script>
 </body></html>
 """
+# Shows the value of each curve at the step under the mouse. box: where the axes begin and end, as shares of the width.
+_SCRIPT = """
+const values = document.getElementById("values");
+for (const figure of document.querySelectorAll("figure[data-hover]")) {
+  const {box, limits, curves} = JSON.parse(figure.dataset.hover), svg = figure.querySelector("svg");
+  svg.onmousemove = event => {
+    const frame = svg.getBoundingClientRect();
+    const share = ((event.clientX - frame.left) / frame.width - box[0]) / (box[1] - box[0]);
+    const step = limits[0] + share * (limits[1] - limits[0]);
+    values.hidden = share < 0 || share > 1;
+    values.textContent = curves.map(([name, steps, of]) => {
+      const nearest = steps.reduce((best, at, i) => Math.abs(at - step) < Math.abs(steps[best] - step) ? i : best, 0);
+      return `${name}: ${of[nearest]} (step ${steps[nearest]})`;
+    }).join("\\n");
+    values.style.left = Math.min(event.clientX + 14, innerWidth - values.offsetWidth - 8) + "px";
+    values.style.top = event.clientY + 14 + "px";
+  };
+  svg.onmouseleave = () => { values.hidden = true; };
+}
+"""
+# The most points of a curve that the script knows.
+_MOST_POINTS = 400
+# From this step in the middle of a run on, the losses of its last half have a figure of their own.
+_MANY_STEPS = 10
 
 
 def write_report(
@@ -138,19 +169,26 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
     def each(rows: Callable[[RunFolder], list[Row]], *columns: str) -> list[tuple[str, Row, list[Row]]]:
         return [(run.name if several else "", columns, found) for run in runs if (found := rows(run))]
 
+    # A run has one look on the whole page.
+    everyone = [*runs, *([] if baseline is None else [baseline])]
+    looks = {run.path: look(index) for index, run in enumerate(everyone)}
     changed = _changed_settings(runs, defaults)
     sections: list[tuple[str, list[Markup], list[tuple[str, Row, list[Row]]], str]] = [
         ("Summary", [], [("", head if several else [], _summary(runs))], ""),
-        ("Losses", _losses(runs, baseline), [], ""),
-        ("Gap", _gaps(base, others), [], note),
-        ("Optimizer and speed", [figure for curve in _CURVES for figure in _curve(runs, *curve)], [], ""),
+        ("Losses", _losses(runs, baseline, looks), [], ""),
+        ("Gap", _gaps(base, others, looks), [], note),
+        ("Optimizer and speed", _rates(runs, looks) + [f for of in _CURVES for f in _curve(runs, looks, *of)], [], ""),
         ("Phases", [], each(_phases, "phase", "length", "blend", "steps so far"), ""),
+        ("Sources", [], each(_sources, "source", "tokens so far", "epochs so far", "held-out loss (nats)"), ""),
         ("Precision plan", [], each(_plan, "recipe", "linears", "why these", "operands"), ""),
         ("Diagnostics", [figure for run in runs for figure in _heatmaps(run)], [], ""),
         ("Events", [], each(_events, "step", "what", ""), ""),
+        ("Checkpoints", [], each(_checkpoints, "step", "size", "written"), ""),
+        ("Scores", [], each(_scores, "file", "task", "metric", "scores"), ""),
         ("What the model writes", [], each(_texts, "after step", "prompt", "continuation"), ""),
         ("Configuration", [], [("", ["key", "default", *head[1:]], changed)] if changed else [], ""),
     ]
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE)
     return template.render(
         names=", ".join(run.name for run in runs),
@@ -158,6 +196,8 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
         moment=time.strftime("%Y-%m-%d %H:%M %Z"),
         version=__version__,
         commit=revision(),
+        script=Markup(_SCRIPT),
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         sections=[section for section in sections if any(section[1:])],
     )
 
@@ -192,6 +232,9 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "seed", str(run.setting("run", "seed"))
     for fact, key in {"optimizer": "optimizer", "commit": "commit", "ranks": "world_size"}.items():
         yield fact, str(facts.get(key, "unknown"))
+    for name, value in {"host": facts.get("host"), **(facts.get("made_by") or {})}.items():
+        if value is not None and name != "commit":
+            yield name, str(value)
     yield "goodput", goodput_of(run.records) or "unknown"
     for field, form in {
         "tokens_per_second": short_number,
@@ -226,6 +269,42 @@ def _phases(run: RunFolder) -> list[Row]:
         length = [form.format(phase[key]) for key, form in forms.items() if phase.get(key) is not None]
         text = ", ".join(f"{source} {share}" for source, share in blend.items()) if isinstance(blend, dict) else blend
         rows.append([name, *(length or ["the rest"]), str(text), been.get(name, "-")])
+    return rows
+
+
+def _sources(run: RunFolder) -> list[Row]:
+    """Rows of the data's sources: name, tokens and epochs so far, and the last held-out loss of the same name."""
+    sizes = run.facts.get("source_tokens") or {}
+    epochs: Mapping[str, float] = next((step["epochs"] for step in reversed(run.steps) if step.get("epochs")), {})
+    rows: list[Row] = []
+    for name in dict.fromkeys([*epochs, *run.validation]):
+        done, points = epochs.get(name), run.validation.get(name)
+        tokens = "-" if done is None or name not in sizes else short_number(done * sizes[name])
+        loss = f"{points[max(points)]:.4f} (step {max(points):,})" if points else "-"
+        rows.append([name, tokens, "-" if done is None else f"{done:.3g}", loss])
+    return rows
+
+
+def _checkpoints(run: RunFolder) -> list[Row]:
+    """Rows of the checkpoints that are there: step, size, and when it was written."""
+    rows: list[Row] = []
+    for folder in list_checkpoints(run.path / "checkpoints"):
+        size = sum(path.stat(follow_symlinks=False).st_size for path in folder.iterdir())
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+        rows.append([f"{step_of(folder):,}", f"{size / 2**30:.3g} GiB", written])
+    return rows
+
+
+def _scores(run: RunFolder) -> list[Row]:
+    """Rows of the files of `evaluate.py --json` in the run's folder: file, task, metric, the score of each model."""
+    rows: list[Row] = []
+    for path in sorted(run.path.glob("scores*.json")):
+        for result in read_mapping(path, json.loads).get("results") or []:
+            scores = ", ".join(
+                f"{name} {of['value']:.4f}" + (f" ± {of['stderr']:.4f}" if of.get("stderr") else "")
+                for name, of in result["scores"].items()
+            )
+            rows.append([path.name, result["task"], result["metric"], scores])
     return rows
 
 
@@ -293,8 +372,23 @@ def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = 
         # Names of clip paths must differ between the figures of a page, but not between two writes of it.
         with rc_context({"svg.hashsalt": title}):
             figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        hover = _hover(figure, axes)
     svg = file.getvalue().partition("<svg")[2]
-    return Markup(f'<svg role="img" aria-label="{escape(title)}"{svg}')  # escaped by matplotlib and here
+    name = escape(title)  # matplotlib has escaped the rest
+    return Markup(f'<figure data-hover="{escape(hover)}"><svg role="img" aria-label="{name}"{svg}</figure>')
+
+
+def _hover(figure: Figure, axes: Axes) -> str:
+    """What `_SCRIPT` needs to show the values of the curves that the legend names, as JSON."""
+    curves = []
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        steps, values = (np.asarray(of, float) for of in (handle.get_xdata(), handle.get_ydata()))
+        there = np.flatnonzero(np.isfinite(steps) & np.isfinite(values))
+        if len(there) and np.ptp(steps):  # marks at one step have their text
+            there = there[np.unique(np.linspace(0, len(there) - 1, _MOST_POINTS).round().astype(int))]
+            curves.append([label, [round(step) for step in steps[there]], [float(f"{v:.5g}") for v in values[there]]])
+    box, width = axes.get_window_extent(), figure.bbox.width
+    return json.dumps({"box": [box.x0 / width, box.x1 / width], "limits": axes.get_xlim(), "curves": curves})
 
 
 def _step_axis(runs: Sequence[RunFolder], axes: Axes) -> None:
@@ -303,46 +397,71 @@ def _step_axis(runs: Sequence[RunFolder], axes: Axes) -> None:
         mark_run(axes, runs[0])
 
 
-def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> list[Markup]:
-    if len(runs) == 1:
-        return [_figure("losses", lambda _, axes: draw_losses(axes, runs[0], baseline), 4.4)]
-    every = [*runs, *([] if baseline is None else [baseline])]
+Looks = Mapping[Path, Look]
 
-    def training(_: Figure, axes: Axes) -> None:
-        draw_training(axes, every)
+
+def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None, looks: Looks) -> list[Markup]:
+    every = [*runs, *([] if baseline is None else [baseline])]
+    half = every[0].steps[len(every[0].steps) // 2]["step"]  # where the first half ends
+
+    def last_half(draw: Callable[[Axes], object], _: Figure, axes: Axes) -> None:
+        draw(axes)
+        show_from(axes, half)
+
+    def training(axes: Axes) -> None:
+        draw_training(axes, every, [looks[run.path] for run in every])
         _step_axis(every, axes)
 
     def held_out(source: str, _: Figure, axes: Axes) -> None:
-        for index, run in enumerate(every):
+        for run in every:
             if points := run.validation.get(source):
-                axes.plot(list(points), list(points.values()), label=run.name, **look(index).points())
+                axes.plot(list(points), list(points.values()), label=run.name, **looks[run.path].points())
         axes.set_ylabel("nats per token")
         _step_axis(every, axes)
 
-    sources = dict.fromkeys(source for run in every for source in run.validation)
-    figures = [_figure(f"held-out loss of {source}", partial(held_out, source)) for source in sources]
-    return [_figure("training loss, smoothed", training), *figures]
+    if len(runs) == 1:
+        height, title = 4.4, "losses"
+        both: Callable[[Axes], object] = lambda axes: draw_losses(axes, runs[0], baseline)  # noqa: E731
+    else:
+        height, title, both = 3.3, "training loss, smoothed", training
+    figures = [_figure(title, lambda _, axes: both(axes), height)]
+    if half >= _MANY_STEPS:
+        figures.append(_figure(f"{title}: the last half", partial(last_half, both), height))
+    sources = dict.fromkeys(source for run in every for source in run.validation) if len(runs) > 1 else ()
+    return [*figures, *(_figure(f"held-out loss of {source}", partial(held_out, source)) for source in sources)]
 
 
-def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:
+def _gaps(base: RunFolder | None, runs: Sequence[RunFolder], looks: Looks) -> list[Markup]:
     compared = [run for run in runs if base is not None and run.same_batches(base)]
     if base is None or not compared:
         return []
 
     def draw(_: Figure, axes: Axes) -> None:
-        draw_gaps(axes, base, compared)
+        draw_gaps(axes, base, compared, [looks[run.path] for run in compared])
         _step_axis(compared, axes)
 
     return [_figure(f"loss above {base.name} in percent", draw)]
 
 
-def _curve(runs: Sequence[RunFolder], title: str, field: str, kind: str) -> list[Markup]:
+def _rates(runs: Sequence[RunFolder], looks: Looks) -> list[Markup]:
+    """The learning rate, which is exact and needs no smoothing."""
+
+    def draw(_: Figure, axes: Axes) -> None:
+        for run in runs:
+            axes.plot(*run.series("lr"), label=run.name if len(runs) > 1 else "learning rate", **looks[run.path].line())
+        axes.set_ylim(bottom=0)
+        _step_axis(runs, axes)
+
+    return [_figure("learning rate", draw)]
+
+
+def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind: str) -> list[Markup]:
     """The curve of one field; nothing if no run has it."""
     every = []
-    for index, run in enumerate(runs):
+    for run in runs:
         steps, values = run.series(field, kind)
         if (there := np.isfinite(values)).any():  # not every record has every field
-            every.append((run.name if len(runs) > 1 else None, look(index), steps[there], values[there]))
+            every.append((run.name if len(runs) > 1 else "smoothed", looks[run.path], steps[there], values[there]))
 
     def draw(_: Figure, axes: Axes) -> None:
         for name, style, steps, values in every:

@@ -123,8 +123,8 @@ def step_axis(axes: Axes, last: float) -> None:
 
 
 def mark_run(axes: Axes, run: RunFolder) -> None:
-    """Shade the data phases, with their names above the frame, and mark the start of the decay and the precision
-    switch."""
+    """Shade the data phases, with their names above the frame, and mark restarts, the start of the decay and the
+    precision switch."""
     last = run.steps[-1]["step"]
     for index, (name, start, end) in enumerate(run.phases if len(run.phases) > 1 else ()):
         if index % 2:
@@ -138,8 +138,24 @@ def mark_run(axes: Axes, run: RunFolder) -> None:
     decay_start = run.facts.get("decay_start")
     if isinstance(decay_start, int) and decay_start <= last:
         marks[decay_start] = ", ".join(["decay starts", *filter(None, [marks.get(decay_start)])])
+    restarts = [record["step"] for record in run.of("run") if 0 < record["step"] < last]
+    for index, step in enumerate(restarts):
+        label = None if index else f"restarts ({len(restarts)})"
+        axes.axvline(step, color=FAINT, linewidth=0.7, linestyle=(0, (1, 3)), label=label)
     for index, (step, text) in enumerate(marks.items()):
         axes.axvline(step, color=INK, linewidth=1.0, linestyle=(":", "-.")[index % 2], label=f"{text} (step {step:,})")
+
+
+def show_from(axes: Axes, first: float) -> None:
+    """Show only the steps from `first` on, and the range of the curves there."""
+    curves = [np.asarray(line.get_xydata()) for line in axes.get_lines()]
+    # A mark at one step is as high as the axes; a line at one height has no steps.
+    shown = np.concatenate([xy[xy[:, 0] >= first, 1] for xy in curves if np.ptp(xy[:, 0]) > 1])
+    shown = shown[np.isfinite(shown)]
+    axes.set_xlim(left=first)
+    if shown.size:
+        low, high = shown.min(), max(np.percentile(shown, 99.5), shown.min() + 1e-3)
+        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -218,24 +234,24 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     mark_run(axes, run)
 
 
-def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
+def draw_training(axes: Axes, runs: Sequence[RunFolder], looks: Sequence[Look]) -> None:
     """The smoothed training losses of several runs, in nats per token."""
     every = [run.series("loss") for run in runs]
-    for index, (steps, losses) in enumerate(every):
-        axes.plot(steps, smooth(losses), label=runs[index].name, **look(index).line())
+    for run, style, (steps, losses) in zip(runs, looks, every, strict=True):
+        axes.plot(steps, smooth(losses), label=run.name, **style.line())
     finite = np.concatenate([losses[np.isfinite(losses)] for _, losses in every])
     if finite.size:  # the first steps would flatten everything else
         axes.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
     axes.set_ylabel("training loss, smoothed\n(nats per token)")
 
 
-def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
+def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder], looks: Sequence[Look]) -> None:
     """How much higher the losses of runs are than those of `base` after the same steps, in percent: a smoothed curve
     for training, and markers for validation, over the mean of the sources that both have."""
     base_steps, base_loss = base.series("loss")
     axes.axhline(0, color=INK, linewidth=1.0)
-    for index, run in enumerate(runs, start=1):
-        style, (steps, loss) = look(index), run.series("loss")
+    for run, style in zip(runs, looks, strict=True):
+        steps, loss = run.series("loss")
         _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
         gap = 100 * (loss[mine] / base_loss[theirs] - 1)
         axes.plot(steps[mine], smooth(gap), label=f"{run.name}: training", **style.line())

@@ -139,8 +139,8 @@ def open_run(text: str | Path) -> RunFolder:
         name=name,
         path=path,
         records=records,
-        config=_mapping(path / "config.yaml", yaml.safe_load),
-        state=_mapping(path / "state.json", json.loads),
+        config=read_mapping(path / "config.yaml", yaml.safe_load),
+        state=read_mapping(path / "state.json", json.loads),
     )
 
 
@@ -165,7 +165,7 @@ def read_records(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def summarized_steps(run_dir: Path) -> int | None:
     """The number of steps in a run's summary; None if there is no complete summary."""
-    steps = _mapping(run_dir / SUMMARY_FILE, json.loads).get("steps")
+    steps = read_mapping(run_dir / SUMMARY_FILE, json.loads).get("steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -193,7 +193,8 @@ def check_baseline(config: Config) -> None:
             logger.warning("%s; this run continues, with no baseline in its pictures", why)
 
 
-def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The mapping in a file; empty if it cannot be read or has none."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -8,10 +8,12 @@ the share of the wall time in training steps that count.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,8 @@ from megatron_fp4.logging.files import (
     PICTURE_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
+    TRANSCRIPT_FILE,
+    Transcript,
     attempt,
     move_aside,
     records_of,
@@ -54,9 +58,13 @@ class RunLog:
     """
 
     def __init__(self, config: Config, active: bool, times: TimeLedger, memory_size: float | None = None) -> None:
-        self.config, self.active, self.times = config, active, times
+        self.config, self.active, self.times, self.transcript = config, active, times, Transcript()
         self.console = RunConsole(
-            config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
+            config.train.steps,
+            interval=config.logging.interval,
+            active=active,
+            memory_size=memory_size,
+            transcript=self.transcript.text,
         )
         self.opened = self._told_to_stop = False
         self._steps_done = 0
@@ -79,6 +87,9 @@ class RunLog:
         if self.active and start:
             attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
         self.metrics = MetricsWriter(self.config, start, self.active)
+        if self.active:
+            self.transcript.open(run_dir / TRANSCRIPT_FILE)
+            self.transcript.text(f"--- from step {start}, commit {revision()}")
         self.metrics.record(start, "run", {"commit": revision(), **facts})
         self._record_times()
         for event, details in self._found:
@@ -92,6 +103,7 @@ class RunLog:
             attempt(str(path), partial(replace_text, path, text))
 
     def __enter__(self) -> RunLog:
+        logging.getLogger().addHandler(self.transcript)
         self.console.__enter__()
         return self
 
@@ -99,6 +111,9 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.console.__exit__(kind, error, traceback)
+        if error is not None:
+            self.transcript.text("".join(format_exception(error)))
+        logging.getLogger().removeHandler(self.transcript)
         self._record_times()
         self.metrics.close(hurry=self._told_to_stop or error is not None)
 

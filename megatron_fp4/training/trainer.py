@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -437,6 +438,8 @@ class Trainer:
             resume=self.config.checkpoint.resume,
             origin=origin_state(self.checkpointer.origin),
             initialized_from=origin_state(self.checkpointer.initialized_from),
+            source_tokens=self.data.source_tokens,
+            host=socket.gethostname(),
         )
         if self.missing:
             what = ", ".join(self.missing)

@@ -38,7 +38,7 @@ from tests.training.harness import launch
 
 COMMAND = exports.SCRIPT
 # Writes an output as an exporter does. A file in the checkpoint makes it fail, wait, or hang until it is killed. Begins
-# with the first lines of scripts/convert.py.
+# as each command of scripts/ does.
 STAND_IN = """
 import json, os, pathlib, time
 checkpoint, output = map(pathlib.Path, sys.argv[2:4])
@@ -62,7 +62,7 @@ staging.rename(output)
 
 def stand_in(folder: Path) -> Path:
     """Write the stand-in's script to `folder`."""
-    begin = COMMAND.read_text().partition("import argparse\n")[0].partition("import _command  # noqa: F401\n\n")[2]
+    begin = (COMMAND.parent / "_command.py").read_text().partition("annotations\n")[2].partition("sys.path.insert")[0]
     script = folder / "stand_in.py"
     script.write_text(begin + STAND_IN)
     return script

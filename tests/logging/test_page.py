@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import itertools
 import json
 import math
 import re
@@ -39,7 +42,7 @@ def write_run(folder: Path, gap: float = 0.0, source: str = "prose", records: An
             {"kind": "step", "step": step, "tokens": 100 * step, "loss": None if step == 7 else 5 - step / 20 + gap,
              "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e3, "model_tflops": 0.5, "step_time": 0.5,
              "data_wait": 0.05, "skipped": step == 7, "phase": "broad" if step < 20 else "<b>", "plan": "nvfp4",
-             "peak_memory_gib": 12.5 if step % 10 == 0 else None}
+             "peak_memory_gib": 12.5 if step % 10 == 0 else None, "epochs": {"code": step / 20}}
         )  # fmt: skip
         if step % 10 == 0:
             lines.append({"kind": "validation", "step": step, "losses": {"code": 5 - step / 20 + gap, source: 6.0}})
@@ -93,17 +96,34 @@ class Page(HTMLParser):
 
 
 def test_a_page_describes_the_run(tmp_path: Path) -> None:
-    page = Page(write_report([write_run(tmp_path / "run")], defaults=DEFAULTS))
+    restart = {"kind": "run", "step": 20, "source_tokens": {"code": 2000}, "made_by": {"torch": "2.13.0"}}
+    run = write_run(tmp_path / "run", records=[restart])
+    (checkpoint := run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    with (checkpoint / "manifest.json").open("wb") as file:
+        file.truncate(2**30)
+    score = {"task": "arc_easy", "metric": "acc", "scores": {"mine": {"value": 0.5, "stderr": 0.01}}}
+    (run / "scores_hard.json").write_text(json.dumps({"results": [score]}))
+    page = Page(write_report([run], defaults=DEFAULTS))
     for words in (
         "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks, width 64", "seed 7", "75.0% of 1m40s",
         "8 of 12 linears, 42.0% of the model's FLOPs", "waiting for data 10.00%", "steps skipped 1",
         "validation loss, code 3.0000 nats per token (step 40)", "broad 0.5 of the run code 1 1 to 19",
         "31 switch target: bf16; scope: both", "7 skip in_row: 1", "4 x checkpoint the last: path: x", "def <f>()",
+        "losses: the last half", "restarts (1)", "code 4k 2 3.0000 (step 40)", "20 1 GiB", "torch 2.13.0",
+        "scores_hard.json arc_easy acc mine 0.5000 ± 0.0100",
         "nvfp4 1 of 2 the run's recipe (1) fprop x|W: nvfp4 1x16 | nvfp4 16x16", "train.steps 300 40", "start-up 25.0%",
     ):  # fmt: skip
         assert words in page.text, words
     # The first is a default; the run's version did not have the second.
     assert "train.lr" not in page.text and "new.a" not in page.text
+    (losses,) = [
+        json.loads(of["data-hover"] or "")
+        for (tag, of), (_, svg) in itertools.pairwise(page.tags)
+        if tag == "figure" and svg["aria-label"] == "losses"
+    ]
+    curves = {name: dict(zip(steps, values, strict=True)) for name, steps, values in losses["curves"]}
+    assert curves["validation, code (3.000)"] == {10: 4.5, 20: 4.0, 30: 3.5, 40: 3.0}
+    assert len(curves["training, smoothed"]) == 40 and losses["limits"][0] == 0 < losses["box"][0] < losses["box"][1]
     assert "Gap" not in page.text and "Diagnostics" not in page.text
 
 
@@ -115,8 +135,11 @@ def test_a_page_loads_nothing_and_escapes_its_content(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, source=MARKUP, records=records) for name in ("a", "b")]
     named = [f"{MARKUP.replace('/', '')}={runs[0]}", str(runs[1])]
     page = Page(write_report(named, defaults={}, target=tmp_path / "page.html"))
-    assert not {"script", "link"} & {tag for tag, _ in page.tags} and "<script" not in page.source
-    assert "default-src 'none'" in page.source
+    assert [tag for tag, _ in page.tags if tag in ("script", "link")] == ["script"]
+    script = page.source.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy in [attributes.get("content") for tag, attributes in page.tags if tag == "meta"]
     for _, attributes in page.tags:
         for name in ("src", "href", "xlink:href", "srcset", "data"):
             assert str(attributes.get(name, "#")).startswith(("#", "data:image/png;base64,"))

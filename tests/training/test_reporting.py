@@ -1,9 +1,40 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_fp4.training.callbacks.reporting import dtype_fact, peak_of
+from megatron_fp4.config.schema import Config, RunConfig
+from megatron_fp4.logging.files import REPORT_FILE
+from megatron_fp4.training.callbacks import reporting
+from megatron_fp4.training.callbacks.reporting import LiveReport, dtype_fact, peak_of
+from tests.logging.test_page import write_run
+from tests.programs import wait_until
+
+
+@pytest.mark.slow
+def test_the_page_is_rewritten_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process at a time, not before it is due, and none is left when the run ends."""
+    started: list[Any] = []
+    start = reporting.start_script
+    monkeypatch.setattr(reporting, "start_script", lambda *arguments: started.append(start(*arguments)) or started[-1])
+    run, step = write_run(tmp_path / "run"), SimpleNamespace()
+    trainer: Any = SimpleNamespace(config=Config(run=RunConfig(dir=str(run))), log=SimpleNamespace(active=True))
+    early, live = LiveReport(minutes=60), LiveReport(minutes=1e-9)
+    for callback in (early, live):
+        callback.trainer = trainer
+        for _ in range(3):
+            callback.after_step(step)  # type: ignore[arg-type]
+    assert len(started) == 1
+    wait_until(lambda: started[0].poll() is not None)
+    assert started[0].returncode == 0 and "steps" in (run / REPORT_FILE).read_text()
+    live.after_step(step)  # type: ignore[arg-type]
+    assert len(started) == 2
+    live.close()
+    assert started[1].returncode == -9
 
 
 @pytest.mark.parametrize(

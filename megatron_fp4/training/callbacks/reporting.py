@@ -8,10 +8,12 @@ import os
 import re
 import resource
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -38,6 +40,8 @@ from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
+# Environment variables that a launcher sets for ranks; a command beside the run is not a rank.
+_OF_RANKS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(ROLE|MASTER|TORCHELASTIC)_\w+")
 _MOST_SOURCES = 16  # the most rows of a phase in its table, including one for the rest
 # Dense TFLOP/s in BF16 from NVIDIA's data sheets, by words of torch's name for the GPU. The last row that fits counts.
 _PEAKS = {
@@ -202,12 +206,60 @@ def next_steps(config: Config) -> list[str]:
     return [as_typed(name, arguments) for name, arguments in commands]
 
 
+def script(name: str) -> Path:
+    """The file of a command of scripts/, in a checkout or an installed package."""
+    package = Path(__file__).resolve().parents[2]
+    rooms = package / "rooms"
+    return (rooms if rooms.is_dir() else package.parent) / "scripts" / f"{name}.py"
+
+
 def as_typed(name: str, arguments: str) -> str:
     """A command of scripts/ as one types it in the current folder, for a checkout or an installed package."""
-    package = Path(__file__).resolve().parents[2]
-    if (package / "rooms").is_dir():
+    path = script(name)
+    if path.parents[1].name == "rooms":
         return f"megatron-fp4 {name} {arguments}"
-    return f"python {shlex.quote(os.path.relpath(package.parent / 'scripts' / f'{name}.py'))} {arguments}"
+    return f"python {shlex.quote(os.path.relpath(path))} {arguments}"
+
+
+def start_script(path: Path, arguments: Sequence[str], output: IO[bytes] | int) -> subprocess.Popen[bytes]:
+    """Start a command of scripts/ beside the run: with the lowest priority, without a GPU or a launcher's environment
+    variables, in the run's own working directory, because its configuration may have relative paths. Raises OSError.
+
+    output: for stdout and stderr, as in `subprocess.Popen`.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+    return subprocess.Popen(
+        [sys.executable, str(path), *arguments, "--beside", str(os.getpid())],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # the run alone handles signals from the terminal
+    )
+
+
+class LiveReport(Callback):
+    """Rewrites report.html every `minutes` while the run trains, in a process beside the first rank; a step never waits
+    for it."""
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds, self._began = 60 * minutes, time.monotonic()
+        self._writer: subprocess.Popen[bytes] | None = None
+
+    def after_step(self, step: Step) -> None:
+        is_writing = self._writer is not None and self._writer.poll() is None
+        if not self.trainer.log.active or is_writing or time.monotonic() - self._began < self._seconds:
+            return
+        self._began, run_dir = time.monotonic(), Path(self.trainer.config.run.dir)
+        self._writer = attempt(
+            str(run_dir / REPORT_FILE),
+            lambda: start_script(script("report"), [str(run_dir.absolute())], subprocess.DEVNULL),
+        )
+
+    def close(self) -> None:
+        if self._writer is not None and self._writer.poll() is None:
+            self._writer.kill()
+            self._writer.wait()
 
 
 def report(trainer: Trainer, configs: Path) -> None:
