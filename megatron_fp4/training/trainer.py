@@ -440,6 +440,7 @@ class Trainer:
             initialized_from=origin_state(self.checkpointer.initialized_from),
             source_tokens=self.data.source_tokens,
             host=socket.gethostname(),
+            made_by=made_by(self.mesh.device),
         )
         if self.missing:
             what = ", ".join(self.missing)
