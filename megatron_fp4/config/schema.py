@@ -364,8 +364,8 @@ class LoggingConfig:
     profile_steps: first and last step (counted from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes
         into run.dir, on CUDA also the history of memory. Empty: none.
     baseline: the folder of another run, or `name=folder`; loss.png and report.html show it beside this run, with the
-        gap (null: none). report: write report.html, a page about the run, when the run has finished, and every
-        `report_minutes` before (0: never before).
+        gap (null: none). report: write report.html, a page about the run, when the run has finished.
+    report_minutes: minutes between rewrites of report.html while the run trains, in a process beside it; 0: none.
     """
 
     interval: AtLeastOne = 10
