@@ -67,8 +67,9 @@ class ParallelMesh:
     def fsdp(self) -> DeviceMesh:
         """The axis that FSDP2 shards over, after the axis of replicas if FSDP2 also sums over these."""
         replicas = [] if self.reproducible else axes_of(self.device_mesh, "batch", without="rows")
-        assert len(replicas) <= 1, f"FSDP2 sums over one axis of replicas, not {replicas}"
-        return self.device_mesh[(*replicas, *axes_of(self.device_mesh, "rows"))]
+        shards = axes_of(self.device_mesh, "rows")
+        assert len(replicas) <= 1 and len(shards) == 1, f"FSDP2 cannot shard over {shards} and sum over {replicas}"
+        return self.device_mesh[(*replicas, *shards)]
 
     @cached_property
     def shards(self) -> DeviceMesh:
