@@ -3,6 +3,7 @@
 # make test    lint, types, tests
 # make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
 # make lint    lint and types alone
+# make test-kernels   the Triton kernels on this machine, by Triton's interpreter (make test-kernels ARGS="-k ms_eden")
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) an
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
 SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
 
-.PHONY: setup train test all-tests test-fast test-gpu lint format
+.PHONY: setup train test all-tests test-fast test-kernels test-gpu lint format
 
 setup: $(VENV)/.installed
 
@@ -71,6 +72,19 @@ all-tests: setup
 
 test-fast: setup
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# Triton is in a folder of its own: torch for CUDA demands one version, and all training processes would import it.
+$(VENV)/.triton: $(VENV)/.installed
+	@echo 'make: downloads Triton (0.2 GB; 0.7 GB unpacked) into $(VENV)/triton'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/triton triton==3.7.0
+	@touch $@
+
+# The files of tests/gpu that launch kernels; their tests that need more are in tests/interpreted/plugin.py.
+KERNEL_TESTS := $(patsubst %,tests/gpu/test_%.py,quantizers gathered_codes linear_cuda tiled_attention exact_norm)
+INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -p tests.interpreted.plugin
+
+test-kernels: $(VENV)/.triton
+	$(INTERPRETED) --numprocesses auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS) $(or $(ARGS),--every-kernel)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

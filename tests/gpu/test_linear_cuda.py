@@ -13,6 +13,7 @@ from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe
 from tests.distributed.hybrid import operand, watched_gemms
+from tests.gpu import INTERPRETED
 from tests.precision import reference as ref
 from tests.recipes import changed
 
@@ -55,7 +56,7 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(
     name: str, dtype: torch.dtype, num_groups: int
 ) -> None:
     """Weights are kept as codes on the GPU and as values on the CPU. Groups of 84 rows are padded."""
-    x, w, dy = tensors(128, 384, 256 if num_groups == 1 else 84 * num_groups)
+    x, w, dy = tensors(128, 384, (128 if INTERPRETED else 256) if num_groups == 1 else 84 * num_groups)
     gemms: dict[str, list[tuple[Tensor, Tensor | None]]] = {"cpu": [], "cuda": []}
     results = {}
     for device, found in gemms.items():
@@ -128,7 +129,7 @@ def test_scaled_matmul_adds_and_leaves_out_padding(dtype: torch.dtype, rows: Row
 
 
 def test_tensors_saved_for_backward_have_4_bits() -> None:
-    x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
+    x, w, dy = (tensor.cuda() for tensor in tensors(256, 128, 64))
     context = context_of(ref.NVFP4)
     ref.run(x, w, dy, context)  # fills the weight's cache
     saved: dict[int, int] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from models import attention
 from models.attention import TILES, attend, attend_in_tiles
 from models.positions import Documents
+from tests.gpu import INTERPRETED
 from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn
 from tests.models.builders import relative_error
 from tests.models.test_documents import spans
@@ -27,7 +28,7 @@ def seeded() -> Iterator[None]:
 
 
 def heads(batch: int, length: int, dim: int) -> list[Tensor]:
-    return [randn(batch, length, count, dim) for count in (8, 2, 2)]
+    return [randn(batch, length, count, dim) for count in (4, 2, 2)]
 
 
 def attended(tensors: list[Tensor], dy: Tensor, documents: Documents | None = None) -> tuple[Tensor, ...]:
@@ -37,12 +38,12 @@ def attended(tensors: list[Tensor], dy: Tensor, documents: Documents | None = No
 
 
 def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
-    """Results are as close to FP64 as the rounding of score gradients to BF16 allows; three runs have the same bits."""
+    """Results are as close to FP64 as the rounding of score gradients to BF16 allows; all runs have the same bits."""
     copies = [t.detach().double().requires_grad_() for t in tensors]
     expected = attend(*copies, documents)
     dy = torch.randn_like(tensors[0])
     reference = torch.autograd.grad(expected, copies, dy.double())
-    runs = [attended(tensors, dy, documents) for _ in range(3)]
+    runs = [attended(tensors, dy, documents) for _ in range(1 if INTERPRETED else 3)]
     for index, (ours, theirs) in enumerate(zip(runs[0], (expected, *reference), strict=True)):
         assert ours.dtype == torch.bfloat16 and relative_error(ours, theirs.detach()) < 1e-2, index
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
