@@ -1,9 +1,8 @@
 """Write docs/configuration.md: every key of a configuration with its type, default, range and explanation.
 
-Everything comes from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields, explanations
-from their docstrings. In a docstring `key: text` or `key, other: text` explains keys, and the text before the first key
-explains the section. If the default run (configs/config.yaml and the options that it chooses) sets another value, the
-page shows it beside the default.
+Everything comes from the dataclasses of megatron_fp4/config: types, ranges, defaults and explanations from their
+fields, the text of a section from the class's docstring. If the default run (configs/config.yaml and the options that
+it chooses) sets another value, the page shows it beside the default.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import _command  # noqa: F401
 
+import ast
 import inspect
 import re
 import sys
@@ -67,20 +67,19 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explanations(cls: type) -> tuple[str, dict[str, str]]:
-    """The explanation of a dataclass, and of each of its keys, from its docstring and those of its base classes."""
-    section_text, found = "", dict[str, str]()
-    for one in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        text = " ".join(inspect.cleandoc(one.__doc__ or "").split())
-        key = "|".join(sorted((field.name for field in fields(one)), key=len, reverse=True))
-        # `key: `, `key, other: ` or `key (remark): ` at the beginning of a sentence, and the text between two of them.
-        names = rf"`?(?:{key})`?(?:, `?(?:{key})`?)*"
-        section_text, *rest = re.split(rf"(?:^|(?<=[.;)] ))({names})(?: \(([^)]*)\))?: ", text)
-        for keys, remark, explanation in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-            several = keys.replace("`", "").split(", ")
-            together = ", ".join(f"`{name}`" for name in several) + ": " if len(several) > 1 else ""
-            found |= dict.fromkeys(several, f"{together}{f'{remark}: ' if remark else ''}{explanation.strip()}")
-    return section_text.strip(), found
+def _explanations(cls: type) -> dict[str, str]:
+    """The explanation of each key of a dataclass: the string below it, or below the last of several keys."""
+    explanations: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
+        keys: list[str] = []
+        for node in ast.parse(inspect.getsource(base)).body[0].body:  # type: ignore[attr-defined]
+            if isinstance(node, ast.AnnAssign):
+                keys.append(ast.unparse(node.target))
+            elif keys and isinstance(node, ast.Expr):
+                together = ", ".join(f"`{key}`" for key in keys) + ": " if len(keys) > 1 else ""
+                explanations |= dict.fromkeys(keys, together + " ".join(ast.literal_eval(node.value).split()))
+                keys = []
+    return explanations
 
 
 def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Iterator[str]:
@@ -100,7 +99,7 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
             return
         yield ""
     known[cls] = path
-    section_text, explanations = _explanations(cls)
+    explanations = _explanations(cls)
     rows: list[str] = []
     inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
@@ -119,8 +118,7 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         row = f"`{field.name}`", _type_name(hint), default, "as above" if explained == before else explained
         before = explained
         rows.append("| " + " | ".join(map(_escaped, row)) + " |")
-    if section_text:
-        yield f"{section_text}\n"
+    yield f"{' '.join(inspect.cleandoc(cls.__doc__ or '').split())}\n"
     if rows:
         yield from ("| key | type | default | |", "|---|---|---|---|", *rows)
     for name, nested_cls, current in inner:

@@ -12,7 +12,7 @@ results of the three GEMMs are compared with FP64, NaN and inf must arrive in th
 statistical test (precision/verify.py). The output is a block of Markdown.
 
 --page also measures GEMMs and quantizers of a linear of the 8B hybrid, a step of a Transformer with eight layers, and
-whether CUDA graphs capture a linear. It ends with rows for docs/measurements.md.
+whether CUDA graphs capture a linear.
 
 What this machine cannot run is listed with the reason. Exit codes: 0 everything agrees (times are not judged); 1
 something differs; 2 the arguments are wrong.
@@ -28,7 +28,6 @@ import datetime
 import functools
 import gc
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -38,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, makers_of, padded_tensors, sample_tensors
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
-from megatron_fp4.runtime.revision import revision
+from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
 from megatron_fp4.training.cuda_graphs import GpuGraph
@@ -115,13 +114,9 @@ class Proof:
             found = [f.measured for f in self.findings if f.what == f"{gemm} product" and f.measured is not None]
             errors.append(f"{max(found):.1e}" if found else "-")
         compared = f"{len(self.findings)}, {len(self.faults)} faults"
-        return [self.precision, self.backend, compared, as_on_a_cpu(self.findings), arrive, *errors]
-
-
-def as_on_a_cpu(findings: list[Finding]) -> str:
-    """How many operands have the fingerprint of `FINGERPRINTS`, as text."""
-    agree = [not finding.fault for finding in findings if finding.what.endswith(FINGERPRINT)]
-    return f"{sum(agree)} of {len(agree)}" if agree else "-"
+        agree = [not finding.fault for finding in self.findings if finding.what.endswith(FINGERPRINT)]
+        as_on_a_cpu = f"{sum(agree)} of {len(agree)}" if agree else "-"
+        return [self.precision, self.backend, compared, as_on_a_cpu, arrive, *errors]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -157,10 +152,10 @@ def main(arguments: list[str]) -> int:
                 if name in FINGERPRINTS and not options.overrides:
                     found += check_fingerprints(backend, name, device)
                 proofs.append(Proof(name, backend_name, found))
-    text = report(proofs)
+    text = report(proofs, device)
     if options.page:
         no_gpu = "Times, steps, CUDA graphs: not run: there is no CUDA device here."
-        text += f"\n\n{measured(proofs, options.backend, device) if device.type == 'cuda' else no_gpu}\n\n"
+        text += f"\n\n{measured(options.backend, device) if device.type == 'cuda' else no_gpu}\n\n"
         command = shlex.join(["python", "scripts/prove_backend.py", *arguments])
         text += f"`{command}`, {datetime.date.today()}, {time.perf_counter() - began:.0f} s."
         options.page.write_text(text + "\n")
@@ -301,16 +296,14 @@ QUANTIZERS = {
     "Hadamard": ["nvfp4", *_NEAREST],
 }
 
-Found = dict[tuple[str, str], dict[str, str]]  # (precision, backend) -> measurements
-Missing = dict[tuple[str, str], str]  # (precision, backend) -> why there are none
+Missing = dict[tuple[str, str], str]  # (precision, backend) -> why there are no measurements
 
 
-def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> str:
-    """A table for each of `MEASURED` with the reasons for missing rows, and rows for docs/measurements.md of the
-    backends with at least one comparison."""
-    native, of_all, parts = [name for name in backends if name != "emulated"], list[Found](), list[str]()
+def measured(backends: list[str], device: torch.device) -> str:
+    """A table for each of `MEASURED`, with the reasons for missing rows."""
+    native, parts = [name for name in backends if name != "emulated"], list[str]()
     for title, function, variants in MEASURED:
-        found, missing = Found(), Missing()
+        times, missing = dict[tuple[str, str], dict[str, str]](), Missing()
         for label, of in ((key, of) for key in variants for of in (["emulated"] if key == "bf16" else native)):
             say(f"{title}: {label}, {of}")
             preset, *overrides = variants[label]
@@ -319,17 +312,12 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
                 backend = backend_for(config, of, device.type)
                 if isinstance(backend, str):
                     raise ConfigError(backend)
-                found[label, of] = function(backend, recipe_from_config(config.precision), device)
+                times[label, of] = function(backend, recipe_from_config(config.precision), device)
             except Exception as error:
                 missing[label, of] = str(error) if isinstance(error, ConfigError) else one_line(error)
-        of_all.append(found)
-        heads = ["precision", "backend", *next(iter(found.values()), [])]
-        rows = [[*of, *values.values()] for of, values in found.items()]
+        heads = ["precision", "backend", *next(iter(times.values()), [])]
+        rows = [[*of, *values.values()] for of, values in times.items()]
         parts += [f"{title}:", with_reasons(heads, rows, missing)]
-    ran = {name for found in of_all for label, name in found} | {proof.backend for proof in proofs if proof.findings}
-    if summaries := [summary(name, proofs, *of_all) for name in native if name in ran]:
-        rows = [list(of.values()) for of in summaries]
-        parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', markdown(list(summaries[0]), rows)]
     return "\n\n".join(parts)
 
 
@@ -403,9 +391,8 @@ def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
         graph.replay()
         equal = torch.equal(graph.result, eager)
     except Exception as error:
-        return {
-            "captured": f"no: {one_line(error.__context__ or error)}"
-        }  # ending a broken capture raises a second error
+        first = error.__context__ or error  # ending a broken capture raises a second error
+        return {"captured": f"no: {one_line(first)}"}
     return {"captured": "yes, equal bits" if equal else "yes, other bits"}
 
 
@@ -418,42 +405,17 @@ MEASURED: list[tuple[str, Measure, dict[str, list[str]]]] = [
 ]
 
 
-def summary(backend: str, proofs: list[Proof], times: Found, steps: Found, graphs: Found) -> dict[str, str]:
-    """The row of a native backend for docs/measurements.md, by column."""
-    findings = [finding for proof in proofs if proof.backend == backend for finding in proof.findings]
-    versions = surroundings()
-    installed = versions["transformer_engine"]
-
-    def cells(what: str, found: Found, labels: Iterable[str], name: str) -> dict[str, str]:
-        keys = {label: (label, "emulated" if label == "bf16" else backend) for label in labels}
-        values = (found[key][name] if key in found else "-" for key in keys.values())
-        return {f"{what}: {', '.join(keys)}": ", ".join(values)}
-
-    return {
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "commit": versions["commit"],
-        "torch, CUDA, Transformer Engine": f"{versions['torch']}, {versions['CUDA of torch']}, {installed}",
-        "backend": backend,
-        FINGERPRINT: as_on_a_cpu(findings),
-        "faults": f"{sum(bool(finding.fault) for finding in findings)} of {len(findings)}",
-        **cells("GEMMs", times, FORMATS, "GEMMs"),
-        **cells("quantizing x", times, QUANTIZERS, "activation"),
-        **cells("CUDA graphs", graphs, list(FORMATS)[1:], "captured"),
-        **cells("a step", steps, FORMATS, "ms"),
-    }
-
-
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def report(proofs: list[Proof]) -> str:
+def report(proofs: list[Proof], device: torch.device) -> str:
     """The results as a block of Markdown."""
     faults = [f"- {proof.backend}: {finding}" for proof in proofs for finding in proof.faults]
     parts = [
         f"### Proof of the backends on {machine()}",
         f"**{len(faults)} faults.**" if faults else "All that was tested agrees.",
         "\n".join(faults),
-        markdown(["what", "is"], list(surroundings().items()), left=2),
+        markdown(["what", "is"], list(surroundings(device).items()), left=2),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
         with_reasons(
@@ -486,25 +448,14 @@ def machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), no CUDA device"
 
 
-def surroundings() -> dict[str, str]:
-    """Commit, versions, torch's switches, and the environment variables that may change bits. Of a variable with a path
-    only "set" is shown, because reports are passed on."""
-    found = {
-        "commit": revision(),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA of torch": str(torch.version.cuda),
-    }
-    if torch.cuda.is_available():
-        found["driver"] = str(collect_env.get_nvidia_driver_version(collect_env.run))
-    for name in ("triton", "transformer_engine", "nvidia-cublas"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+def surroundings(device: torch.device) -> dict[str, str]:
+    """Versions, torch's switches, and the environment variables that may change bits. Of a variable with a path only
+    "set" is shown, because reports are passed on."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    matmul = torch.backends.cuda.matmul
-    return found | {
+    matmul, on_gpu = torch.backends.cuda.matmul, device.type == "cuda"
+    driver = {"driver": str(collect_env.get_nvidia_driver_version(collect_env.run))} if on_gpu else {}
+    return made_by(device) | {
+        **driver,
         **{name: "set" if "/" in value else value for name, value in variables.items()},
         "torch allow_tf32": str(matmul.allow_tf32),
         "torch allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),

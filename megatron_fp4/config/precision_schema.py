@@ -17,102 +17,90 @@ WITH = " with "
 
 @dataclass(frozen=True, config=STRICT)
 class OperandConfig:
-    """How one GEMM operand is quantized.
-
-    format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
-    block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
-        `16x16`; FORMATS has the blocks of each format. Ignored for `bf16`.
-    rounding: `nearest`, or `stochastic` if the format has it; for nvfp4 operands of dgrad and wgrad also `ms_eden`
-        (Quartet II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`.
-    four_over_six: nvfp4 only; map a block's largest value to 4 instead of 6 if that makes the sum of `absolute` errors
-        (also `true`) or of `squared` errors smaller; `none` (also `false`): never.
-    """
+    """How one GEMM operand is quantized."""
 
     format: str = "bf16"
+    """`bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`."""
     block: str = "1x16"
+    """elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or `16x16`;
+    FORMATS has the blocks of each format. Ignored for `bf16`."""
     rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
+    """`nearest`, or `stochastic` if the format has it; for nvfp4 operands of dgrad and wgrad also `ms_eden` (Quartet
+    II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`."""
     four_over_six: FourOverSix = "none"
+    """nvfp4 only; map a block's largest value to 4 instead of 6 if that makes the sum of `absolute` errors (also
+    `true`) or of `squared` errors smaller; `none` (also `false`): never."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SecondOperandConfig(OperandConfig):
-    """How dgrad's weight and wgrad's activation are quantized, two tensors that fprop has quantized before.
-
-    source: `tensor`: quantize the tensor; `forward`: quantize the transposed values of fprop's codes (the forward pass
-        then keeps only codes); `codes`: use fprop's codes as they are, although their scales are along another dot
-        product (paper, Fig. 14, "along same dim"; emulated backend only).
-    """
+    """How dgrad's weight and wgrad's activation are quantized, two tensors that fprop has quantized before."""
 
     source: Literal["tensor", "forward", "codes"] = "tensor"
+    """`tensor`: quantize the tensor; `forward`: quantize the transposed values of fprop's codes (the forward pass then
+    keeps only codes); `codes`: use fprop's codes as they are, although their scales are along another dot product
+    (paper, Fig. 14, "along same dim"; emulated backend only)."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class FpropConfig:
-    """y = x W^T.
-
-    activation, weight: its operands x and W. rht: size of the random Hadamard transform of both, 0 for none.
-    """
+    """y = x W^T."""
 
     activation: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
+    """its operands x and W."""
     rht: TransformSize = 0
+    """size of the random Hadamard transform of both, 0 for none."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class DgradConfig:
-    """dx = dy W.
-
-    gradient, weight: its operands dy and W. rht: size of the random Hadamard transform of both, 0 for none.
-    """
+    """dx = dy W."""
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     weight: SecondOperandConfig = field(default_factory=SecondOperandConfig)
+    """its operands dy and W."""
     rht: TransformSize = 0
+    """size of the random Hadamard transform of both, 0 for none."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class WgradConfig:
-    """dW = dy^T x.
-
-    gradient, activation: its operands dy and x. rht: size of the random Hadamard transform of both, 0 for none.
-    """
+    """dW = dy^T x."""
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     activation: SecondOperandConfig = field(default_factory=SecondOperandConfig)
+    """its operands dy and x."""
     rht: TransformSize = 0
+    """size of the random Hadamard transform of both, 0 for none."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Bf16BlocksConfig:
-    """Which linears stay in BF16 although the recipe is quantized.
-
-    first, last: blocks counted from each end of the pattern.
-    names: shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`.
-    file: a plan file (YAML with a list under `bf16`), such as `scripts/analyze_precision.py` writes.
-    """
+    """Which linears stay in BF16 although the recipe is quantized."""
 
     first: AtLeastZero = 0
     last: AtLeastZero = 0
+    """blocks counted from each end of the pattern."""
     names: list[str] = field(default_factory=list)
+    """shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`."""
     file: PathText | None = None
+    """a plan file (YAML with a list under `bf16`), such as `scripts/analyze_precision.py` writes."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class RecipeConfig:
-    """The recipe of a linear's three GEMMs.
-
-    name: shown in the plan and the logs.
-    amax: `global`: take tensor maxima over the tensor-parallel group, so that codes do not depend on its size; `shard`:
-        take them over each shard, as Transformer Engine does.
-    rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
-    fp8_power_of_two_scales: round the scales of fp8 operands down to powers of two, as Transformer Engine does by
-        default.
-    """
+    """The recipe of a linear's three GEMMs."""
 
     name: str = "bf16"
+    """shown in the plan and the logs."""
     amax: Literal["global", "shard"] = "global"
+    """`global`: take tensor maxima over the tensor-parallel group, so that codes do not depend on its size; `shard`:
+    take them over each shard, as Transformer Engine does."""
     rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
+    """`fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call)."""
     fp8_power_of_two_scales: bool = False
+    """round the scales of fp8 operands down to powers of two, as Transformer Engine does by default."""
     fprop: FpropConfig = field(default_factory=FpropConfig)
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
@@ -120,16 +108,14 @@ class RecipeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ExceptionConfig:
-    """Linears with another recipe than the run's.
-
-    names: shell patterns over the names of linears, as in `bf16_blocks.names`.
-    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds.
-    precision: the precision config with their recipe, a name under `configs/precision/`.
-    """
+    """Linears with another recipe than the run's."""
 
     names: list[str] = field(default_factory=lambda: ["*"])
+    """shell patterns over the names of linears, as in `bf16_blocks.names`."""
     blocks: str = ""
+    """letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds."""
     precision: str = "bf16"
+    """the precision config with their recipe, a name under `configs/precision/`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -141,53 +127,46 @@ class ComposedException(ExceptionConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class SwitchConfig:
-    """The change of plan during a run (paper, section 5 and appendix D).
-
-    when: `never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run
-        such as `0.8`; a step such as `5000`; or `gradient_noise` (arXiv 2505.19115, section 4.1: the gradient norm
-        fell below sqrt(3) times the norm of the quantization noise).
-    scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
-        quantized, fprop's take 1x16 blocks).
-    target: the precision config to switch to, a name under `configs/precision/`.
-    threshold, interval: of `gradient_noise`: the precision switches after three measurements in a row below this ratio;
-        the steps between measurements.
-    rewarm_steps: steps over which the learning rate rises again from zero after the switch (0: it does not).
-    """
+    """The change of plan during a run (paper, section 5 and appendix D)."""
 
     when: str = "never"
+    """`never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run such as
+    `0.8`; a step such as `5000`; or `gradient_noise` (arXiv 2505.19115, section 4.1: the gradient norm fell below
+    sqrt(3) times the norm of the quantization noise)."""
     scope: Literal["both", "forward", "backward"] = "both"
+    """`both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer quantized,
+    fprop's take 1x16 blocks)."""
     target: str = "bf16"
+    """the precision config to switch to, a name under `configs/precision/`."""
     threshold: Positive = 1.7320508
     interval: AtLeastOne = 50
+    """of `gradient_noise`: the precision switches after three measurements in a row below this ratio; the steps between
+    measurements."""
     rewarm_steps: AtLeastZero = 0
+    """steps over which the learning rate rises again from zero after the switch (0: it does not)."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class DiagnosticsConfig:
-    """Measurements of quantization errors.
-
-    interval: steps between measurements, from the first step on; 0: none.
-    """
+    """Measurements of quantization errors."""
 
     interval: AtLeastZero = 0
+    """steps between measurements, from the first step on; 0: none."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class PrecisionConfig(RecipeConfig):
-    """The recipe of the linears, its exceptions, and the backend.
-
-    compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
-    backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
-    bf16_blocks, exceptions: linears with another recipe. If several apply to a linear, the first one counts, in this
-        order.
-    recheck_interval: steps between rechecks (0: never). A recheck computes one quantized linear again with the
-        reference, another linear each time. A difference ends the run.
-    """
+    """The recipe of the linears, its exceptions, and the backend."""
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """`bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only)."""
     backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
+    """`auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`."""
     recheck_interval: AtLeastZero = 0
+    """steps between rechecks (0: never). A recheck computes one quantized linear again with the reference, another
+    linear each time. A difference ends the run."""
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
     exceptions: list[ExceptionConfig] = field(default_factory=list)
+    """linears with another recipe. If several apply to a linear, the first one counts, in this order."""
     switch: SwitchConfig = field(default_factory=SwitchConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)

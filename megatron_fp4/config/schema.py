@@ -50,54 +50,55 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class Bf16BlocksDefault:
-    """How many blocks at each end of the pattern a recipe keeps in BF16 (paper, appendix A). A character is a block.
-
-    first, last: blocks at the beginning and at the end.
-    """
+    """How many blocks at each end of the pattern a recipe keeps in BF16 (paper, appendix A). A character is a block."""
 
     first: AtLeastZero = 0
     last: AtLeastZero = 0
+    """blocks at the beginning and at the end."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """A stack of blocks, sizes in elements.
-
-    name: shown in logs; also the name of an exported model.
-    pattern: the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN (models/pattern.py has the table).
-    vocab_size: rows of the embedding and the head; the tokenizer's largest id plus one, or more.
-    hidden_dim: of the residual stream. ffn_dim: of the FFN's inner layer, whose activation is a squared ReLU.
-    num_query_heads, num_kv_heads, head_dim: of attention; groups of query heads share a KV head.
-    rope: use rotary positions in attention. Without them, positions come only from the causal mask and the Mamba-2
-        blocks. rope_base: of rotary positions.
-    mamba_num_heads, mamba_head_dim: of Mamba-2; their product is its inner width. mamba_num_groups: of B and C; the
-        heads of a group share them. mamba_state_dim: of a head's state. mamba_conv_width: taps of its convolution.
-    mamba_chunk_size: tokens of a chunk of the scan. It changes how the scan is computed, not its result.
-    norm_eps: of RMS norms. init_std: of initial weights.
-    nvfp4_bf16_blocks, fp8_bf16_blocks: the blocks that recipes of these formats keep in BF16; the recipes set
-        `precision.bf16_blocks` to it. A transformer block is two characters.
-    """
+    """A stack of blocks, sizes in elements."""
 
     name: str = "tiny"
+    """shown in logs; also the name of an exported model."""
     pattern: str = "M-*-M-"
+    """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN (models/pattern.py has the table)."""
     vocab_size: AtLeastOne = 4096
+    """rows of the embedding and the head; the tokenizer's largest id plus one, or more."""
     hidden_dim: AtLeastOne = 256
+    """of the residual stream."""
     ffn_dim: AtLeastOne = 1024
+    """of the FFN's inner layer, whose activation is a squared ReLU."""
     num_query_heads: AtLeastOne = 8
     num_kv_heads: AtLeastOne = 2
     head_dim: AtLeastOne = 32
+    """of attention; groups of query heads share a KV head."""
     rope: bool = False
+    """use rotary positions in attention. Without them, positions come only from the causal mask and the Mamba-2
+    blocks."""
     rope_base: Positive = 10000.0
+    """of rotary positions."""
     mamba_num_heads: AtLeastOne = 8
     mamba_head_dim: AtLeastOne = 64
+    """of Mamba-2; their product is its inner width."""
     mamba_num_groups: AtLeastOne = 2
+    """of B and C; the heads of a group share them."""
     mamba_state_dim: AtLeastOne = 64
+    """of a head's state."""
     mamba_conv_width: AtLeastOne = 4
+    """taps of its convolution."""
     mamba_chunk_size: AtLeastOne = 64
+    """tokens of a chunk of the scan. It changes how the scan is computed, not its result."""
     norm_eps: Positive = 1e-5
+    """of RMS norms."""
     init_std: Positive = 0.02
+    """of initial weights."""
     nvfp4_bf16_blocks: Bf16BlocksDefault = field(default_factory=Bf16BlocksDefault)
     fp8_bf16_blocks: Bf16BlocksDefault = field(default_factory=lambda: Bf16BlocksDefault(first=1, last=2))
+    """the blocks that recipes of these formats keep in BF16; the recipes set `precision.bf16_blocks` to it. A
+    transformer block is two characters."""
 
     @property
     def num_blocks(self) -> int:
@@ -112,23 +113,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class PhaseConfig:
-    """A part of the run with one blend of sources.
-
-    name: shown in tables and logs; checkpoints identify a phase by it.
-    fraction, steps, tokens: the length of the phase (`fraction`: of the run's steps); set at most one. One phase may
-        have none of them, and gets the remaining steps. Boundaries are rounded to whole steps.
-    blend: source name -> weight, or `tokens`: all sources, weighted by their number of tokens.
-    global_batch_size, sequence_length: instead of those of `train`. Shorter sequences are pieces of samples of
-        `train.sequence_length` tokens, so a step has the same number of tokens.
-    """
+    """A part of the run with one blend of sources."""
 
     name: str = "main"
+    """shown in tables and logs; checkpoints identify a phase by it."""
     fraction: PositiveShare | None = None
-    blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
     steps: AtLeastOne | None = None
     tokens: Positive | None = None
+    """the length of the phase (`fraction`: of the run's steps); set at most one. One phase may have none of them, and
+    gets the remaining steps. Boundaries are rounded to whole steps."""
+    blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
+    """source name -> weight, or `tokens`: all sources, weighted by their number of tokens."""
     global_batch_size: AtLeastOne | None = None
     sequence_length: SequenceLength | None = None
+    """instead of those of `train`. Shorter sequences are pieces of samples of `train.sequence_length` tokens, so a step
+    has the same number of tokens."""
 
     @model_validator(mode="after")
     def _has_data(self) -> PhaseConfig:
@@ -140,71 +139,67 @@ class PhaseConfig:
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
     """The Megatron run whose samples `data.order=megatron` continues. Set `data.seed` (or `run.seed`) to its `--seed`
-    and `train.sequence_length` to its `--seq-length`; list the sources of the blend in the order of its prefixes.
-
-    split: `--split`, such as `[949,50,1]`: the first share is for training; the second one is held out, unless
-        `data.validation` is set. null: no split, as with `--train-data-path`.
-    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`; the order depends on it. null: up
-        to the end of this run.
-    consumed_samples: the samples that Megatron has trained on (with `transitions`, in its last phase); this run begins
-        after them.
-    phases: `transitions`: each phase has its own order, as with `--phase-transition-iterations`; `relaunched`: a phase
-        has the order of its blend over the whole run, as when Megatron was started again with another `--data-path`.
-    weighted: whether the prefixes had weights; null: yes, if there are several. surplus: `--mid-level-dataset-surplus`.
-    """
+    and `train.sequence_length` to its `--seq-length`; list the sources of the blend in the order of its prefixes."""
 
     split: list[NotNegative] | None = None
+    """`--split`, such as `[949,50,1]`: the first share is for training; the second one is held out, unless
+    `data.validation` is set. null: no split, as with `--train-data-path`."""
     train_samples: AtLeastOne | None = None
+    """`--train-samples`, or `--train-iters` times `--global-batch-size`; the order depends on it. null: up to the end
+    of this run."""
     consumed_samples: AtLeastZero = 0
+    """the samples that Megatron has trained on (with `transitions`, in its last phase); this run begins after them."""
     phases: Literal["transitions", "relaunched"] = "transitions"
+    """`transitions`: each phase has its own order, as with `--phase-transition-iterations`; `relaunched`: a phase has
+    the order of its blend over the whole run, as when Megatron was started again with another `--data-path`."""
     weighted: bool | None = None
+    """whether the prefixes had weights; null: yes, if there are several."""
     surplus: NotNegative = 0.005
+    """`--mid-level-dataset-surplus`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """Where tokens come from.
-
-    kind: a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in
-        Megatron's format).
-    cache_dir: folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs;
-        null: the user's cache directory.
-    sources, validation: name -> files (`indexed` only): the path of a `.bin`/`.idx` pair without the ending, a pattern
-        (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
-    tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed`
-        only; optional, its fingerprint is in checkpoints).
-    eod_token: the tokenizer's end-of-document token; null: the one that the tokenizer names, else `<|endoftext|>`.
-    order: of samples: `documents` (documents are shuffled in each epoch and then cut into samples), `windows` (files
-        are cut in their own order, and the cuts are shuffled) or `megatron` (Megatron-core's order, described in
-        `megatron`; its indices are kept in cache_dir).
-    seed: of the order of samples only; null: `run.seed`.
-    megatron: the run that `data.order=megatron` continues.
-    phases: parts of the run, each with its own blend of sources; their lengths add up to the run.
-    max_epochs: the most epochs of a source, one number for all or by source; null: no limit. A run that would exceed it
-        does not start.
-    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document, by attention
-        or by Mamba-2's state).
-    boundary_loss: with `masked`, whether a target counts if it is in another document than the token before it.
-    num_workers: loader processes per rank, which prepare micro-batches two steps ahead; 0: none.
-    blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. Your file in
-        configs/data sets them (see docs/quickstart.md).
-    """
+    """Where tokens come from."""
 
     kind: str = "builtin"
+    """a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in Megatron's
+    format)."""
     cache_dir: PathText | None = None
+    """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs; null:
+    the user's cache directory."""
     sources: dict[str, PathOrPaths] = field(default_factory=dict)
     validation: dict[str, PathOrPaths] = field(default_factory=dict)
+    """name -> files (`indexed` only): the path of a `.bin`/`.idx` pair without the ending, a pattern (`/data/web_*`), a
+    URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list."""
     tokenizer: PathText | None = None
+    """a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed` only;
+    optional, its fingerprint is in checkpoints)."""
     eod_token: str | None = None
+    """the tokenizer's end-of-document token; null: the one that the tokenizer names, else `<|endoftext|>`."""
     order: Literal["documents", "windows", "megatron"] = "documents"
+    """of samples: `documents` (documents are shuffled in each epoch and then cut into samples), `windows` (files are
+    cut in their own order, and the cuts are shuffled) or `megatron` (Megatron-core's order, described in `megatron`;
+    its indices are kept in cache_dir)."""
     seed: Seed | None = None
+    """of the order of samples only; null: `run.seed`."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """the run that `data.order=megatron` continues."""
     max_epochs: Positive | dict[str, Positive] | None = None
+    """the most epochs of a source, one number for all or by source; null: no limit. A run that would exceed it does not
+    start."""
     documents: Literal["joined", "masked"] = "joined"
+    """`joined` (a sample's documents see each other) or `masked` (no token sees another document, by attention or by
+    Mamba-2's state)."""
     boundary_loss: bool = True
+    """with `masked`, whether a target counts if it is in another document than the token before it."""
     phases: list[PhaseConfig] = field(default_factory=list)
+    """parts of the run, each with its own blend of sources; their lengths add up to the run."""
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
+    """named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. Your file in
+    configs/data sets them (see docs/quickstart.md)."""
     num_workers: NumWorkers = 1
+    """loader processes per rank, which prepare micro-batches two steps ahead; 0: none."""
 
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
@@ -222,110 +217,103 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    """The batch, and how a step is computed. A step has global_batch_size * sequence_length tokens.
-
-    steps: of the whole run, including the steps before a resume.
-    global_batch_size: sequences of a step on all ranks together. micro_batch_size: sequences that a rank computes at
-        once; a step adds up the gradients of its micro-batches.
-    sequence_length: tokens of a sequence.
-    max_skipped_steps: a step whose loss or gradient norm is not finite is skipped; after this many in a row the run
-        ends.
-    kernels: `torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
-        compiled norms and activations) or `auto` (fused on CUDA, if the packages are installed).
-    activation_checkpointing: `none`, `block` (keep only each block's input, and compute the block again in the backward
-        pass) or `selective` (keep the outputs of GEMMs and attention; compute norms, activations, convolution and scan
-        again). In BF16, gradients have the same bits in all three.
-    cuda_graphs: capture forward and backward of a micro-batch once and replay them: the same bits in less host time.
-        `true`, `false`, or `auto`: on one data-parallel rank, if possible.
-    """
+    """The batch, and how a step is computed. A step has global_batch_size * sequence_length tokens."""
 
     steps: AtLeastOne = 300
+    """of the whole run, including the steps before a resume."""
     global_batch_size: AtLeastOne = 8
+    """sequences of a step on all ranks together."""
     micro_batch_size: AtLeastOne = 4
+    """sequences that a rank computes at once; a step adds up the gradients of its micro-batches."""
     sequence_length: SequenceLength = 256
+    """tokens of a sequence."""
     max_skipped_steps: AtLeastOne = 10
+    """a step whose loss or gradient norm is not finite is skipped; after this many in a row the run ends."""
     kernels: Literal["auto", "torch", "fused"] = "auto"
+    """`torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
+    compiled norms and activations) or `auto` (fused on CUDA, if the packages are installed)."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    """`none`, `block` (keep only each block's input, and compute the block again in the backward pass) or `selective`
+    (keep the outputs of GEMMs and attention; compute norms, activations, convolution and scan again). In BF16,
+    gradients have the same bits in all three."""
     cuda_graphs: AutoSwitch = "auto"
+    """capture forward and backward of a micro-batch once and replay them: the same bits in less host time. `true`,
+    `false`, or `auto`: on one data-parallel rank, if possible."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SpikesConfig:
     """Steps whose loss or gradient norm is far above that of the steps before (training/callbacks/bad_steps.py has the
-    rule).
-
-    action: `none`; `skip` (no update with that batch); `rollback` (restore weights and moments of the last checkpoint
-        and continue with the next batch: the data since the checkpoint is skipped).
-    threshold: in robust standard deviations above the median. window: how many accepted steps the median is taken over;
-        half as many, in the same data phase and precision, must come before a spike.
-    max_in_row: after this many spikes in a row (with `rollback`, since the same checkpoint) the run ends with a
-        diagnosis.
-    """
+    rule)."""
 
     action: Literal["none", "skip", "rollback"] = "none"
+    """`none`; `skip` (no update with that batch); `rollback` (restore weights and moments of the last checkpoint and
+    continue with the next batch: the data since the checkpoint is skipped)."""
     threshold: Positive = 6.0
+    """in robust standard deviations above the median."""
     window: AtLeastOne = 128
+    """how many accepted steps the median is taken over; half as many, in the same data phase and precision, must come
+    before a spike."""
     max_in_row: AtLeastOne = 5
+    """after this many spikes in a row (with `rollback`, since the same checkpoint) the run ends with a diagnosis."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW; 1-D parameters and biases are not decayed.
-
-    lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied by the learning rate.
-    clip_norm: the largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit.
-    """
+    """AdamW; 1-D parameters and biases are not decayed."""
 
     lr: LearningRate = 2e-3
+    """the peak learning rate."""
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
+    """of Adam."""
     weight_decay: NotNegative = 0.1
+    """decoupled, multiplied by the learning rate."""
     clip_norm: NotNegative = 1.0
+    """the largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
-    """The learning rate: warm-up from zero, constant, decay.
-
-    warmup_fraction, decay_fraction: of `train.steps`, at the beginning and the end. min_lr_ratio: final over peak
-        learning rate.
-    decay: `linear`, `cosine`, `exponential` or `1-sqrt`.
-    """
+    """The learning rate: warm-up from zero, constant, decay."""
 
     warmup_fraction: Share = 0.02
     decay_fraction: Share = 0.15
+    """of `train.steps`, at the beginning and the end."""
     decay: Literal["linear", "cosine", "1-sqrt", "exponential"] = "linear"
+    """`linear`, `cosine`, `exponential` or `1-sqrt`."""
     min_lr_ratio: Share = 0.01
+    """final over peak learning rate."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
-    """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
-
-    asynchronous: save a copy in host memory while training continues; `false`: training waits. A failed save is tried
-        again, then given up; after three in a row the run ends.
-    resume: `auto` (the newest intact checkpoint in `run.dir`, if any), `required` (the same, and one must exist),
-        `never`, or the path of a checkpoint: of another run, from which this run begins (later starts resume from its
-        own), or of this run.
-    initialize_from: begin at step 0 with only the weights of this checkpoint: of another run (or of its folder: the
-        newest intact one), or an imported one. Later starts resume from the run's own checkpoints.
-    export_interval: steps between exports (0: never). An export saves a checkpoint and writes it into run.dir/exports,
-        as a Hugging Face folder.
-    export_format: of the exported weights, as in scripts/convert.py export-hf. NVFP4 (of ModelOpt or
-        compressed-tensors) needs a forward pass in NVFP4, so it is not possible after a switch to another format.
-    allow_mismatch: resume, or initialize, although data, tokenizer or model differ from the checkpoint's. Tensors of
-        other shapes cannot be loaded.
-    """
+    """When checkpoints are saved, what a run begins from, and exports of its weights."""
 
     interval: AtLeastZero = 100
+    """steps between checkpoints (0: only the final one)."""
     keep: AtLeastZero = 3
+    """how many to keep (0: all)."""
     asynchronous: bool = True
+    """save a copy in host memory while training continues; `false`: training waits. A failed save is tried again, then
+    given up; after three in a row the run ends."""
     resume: PathText = "auto"
+    """`auto` (the newest intact checkpoint in `run.dir`, if any), `required` (the same, and one must exist), `never`,
+    or the path of a checkpoint: of another run, from which this run begins (later starts resume from its own), or of
+    this run."""
     initialize_from: PathText | None = None
+    """begin at step 0 with only the weights of this checkpoint: of another run (or of its folder: the newest intact
+    one), or an imported one. Later starts resume from the run's own checkpoints."""
     export_interval: AtLeastZero = 0
+    """steps between exports (0: never). An export saves a checkpoint and writes it into run.dir/exports, as a Hugging
+    Face folder."""
     export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
+    """of the exported weights, as in scripts/convert.py export-hf. NVFP4 (of ModelOpt or compressed-tensors) needs a
+    forward pass in NVFP4, so it is not possible after a switch to another format."""
     allow_mismatch: bool = False
+    """resume, or initialize, although data, tokenizer or model differ from the checkpoint's. Tensors of other shapes
+    cannot be loaded."""
 
     @model_validator(mode="after")
     def _exports(self) -> CheckpointConfig:
@@ -336,17 +324,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ValidationConfig:
-    """interval: steps between validations (0: only at the end).
-
-    num_samples: sequences of each held-out set, spread evenly over it; null: all.
-    prompts: texts that the model continues after each validation; the results are in the log, metrics.jsonl,
-        TensorBoard and wandb. An empty prompt begins a new document. prompt_tokens: the most tokens of a result.
-    """
+    """The loss of held-out text."""
 
     interval: AtLeastZero = 50
+    """steps between validations (0: only at the end)."""
     num_samples: AtLeastOne | None = 32
+    """sequences of each held-out set, spread evenly over it; null: all."""
     prompts: list[str] = field(default_factory=list)
+    """texts that the model continues after each validation; the results are in the log, metrics.jsonl, TensorBoard and
+    wandb. An empty prompt begins a new document."""
     prompt_tokens: AtLeastOne = 64
+    """the most tokens of a result."""
 
     @model_validator(mode="after")
     def _are_texts(self) -> ValidationConfig:
@@ -358,23 +346,24 @@ class ValidationConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
-    """interval: steps between printed lines; `metrics.jsonl` has every step. tensorboard: into run.dir/tensorboard.
-
-    wandb: `online`, `offline` or `disabled`. The project is WANDB_PROJECT, else megatron_fp4.
-    profile_steps: first and last step (counted from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes
-        into run.dir, on CUDA also the history of memory. Empty: none.
-    baseline: the folder of another run, or `name=folder`; loss.png and report.html show it beside this run, with the
-        gap (null: none). report: write report.html, a page about the run, when the run has finished.
-    report_minutes: minutes between rewrites of report.html while the run trains, in a process beside it; 0: none.
-    """
+    """What a run prints and records."""
 
     interval: AtLeastOne = 10
+    """steps between printed lines; `metrics.jsonl` has every step."""
     tensorboard: bool = True
+    """into run.dir/tensorboard."""
     wandb: Literal["online", "offline", "disabled"] = "disabled"
+    """`online`, `offline` or `disabled`. The project is WANDB_PROJECT, else megatron_fp4."""
     profile_steps: list[Integer] = field(default_factory=list)
+    """first and last step (counted from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes into run.dir,
+    on CUDA also the history of memory. Empty: none."""
     baseline: PathText | None = None
+    """the folder of another run, or `name=folder`; loss.png and report.html show it beside this run, with the gap
+    (null: none)."""
     report: bool = True
+    """write report.html, a page about the run, when the run has finished."""
     report_minutes: NotNegative = 10.0
+    """minutes between rewrites of report.html while the run trains, in a process beside it; 0: none."""
 
     @model_validator(mode="after")
     def _has_a_window(self) -> LoggingConfig:
@@ -388,31 +377,30 @@ class LoggingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """The mesh: world size = replicate x shard x tensor. The shard axis gets the ranks that the others leave.
-
-    tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on if tensor > 1).
-    replicate: number of FSDP replicas (hybrid sharding).
-    reshard: `true`: free gathered parameters after every use (less memory); `false`: keep them for the whole step (less
-    communication). Weights that are gathered as 4-bit codes are kept in any case.
-    reduce_gradients: reduce them over the shards `once` a step (less communication; each rank keeps the FP32 gradients
-    of its whole tensor-parallel slice until then) or after `each` micro-batch (each rank keeps those of its shard).
-    reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
-    not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
-    timeout_seconds: after which a hanging collective aborts the run; at half of it, the run prints which rank holds it
-    up. Ranks also wait in a collective while the first rank tunes kernels. Loader workers that deliver nothing for four
-    fifths of it end the run too.
-    gpu: the GPU that `run.dry=true` and `--check` plan for (null: an H100, or a B200 if `precision.backend` needs
-    tensor cores for 4 bits; then memory has no limit).
-    """
+    """The mesh: world size = replicate x shard x tensor. The shard axis gets the ranks that the others leave."""
 
     tensor: AtLeastOne = 1
+    """tensor-parallel size."""
     sequence: bool | None = None
+    """sequence parallelism between the layers (null: on if tensor > 1)."""
     replicate: AtLeastOne = 1
+    """number of FSDP replicas (hybrid sharding)."""
     reshard: bool = False
+    """`true`: free gathered parameters after every use (less memory); `false`: keep them for the whole step (less
+    communication). Weights that are gathered as 4-bit codes are kept in any case."""
     reduce_gradients: Literal["once", "each"] = "once"
+    """reduce them over the shards `once` a step (less communication; each rank keeps the FP32 gradients of its whole
+    tensor-parallel slice until then) or after `each` micro-batch (each rank keeps those of its shard)."""
     reproducible: bool = False
+    """the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does not depend
+    on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay."""
     timeout_seconds: Seconds = 600
+    """after which a hanging collective aborts the run; at half of it, the run prints which rank holds it up. Ranks also
+    wait in a collective while the first rank tunes kernels. Loader workers that deliver nothing for four fifths of it
+    end the run too."""
     gpu: Literal["h100", "h200", "b200", "gb200", "gb300", "rtx_pro_6000"] | None = None
+    """the GPU that `run.dry=true` and `--check` plan for (null: an H100, or a B200 if `precision.backend` needs tensor
+    cores for 4 bits; then memory has no limit)."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> ParallelConfig:
@@ -442,32 +430,32 @@ class ParallelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RunConfig:
-    """dir: the folder for everything that the run writes. seed: of initialization, stochastic rounding and, unless
-        `data.seed` is set, data order.
-
-    device: `auto` (CUDA, if there is any), `cuda` or `cpu`. deterministic: use only deterministic kernels.
-    replay_interval: steps between replays (0: never). In a replay each rank computes one micro-batch twice and compares
-        every bit; a difference ends the run.
-    replicas_interval: steps between comparisons of replicas (0: never); there is also one before each checkpoint. Ranks
-        compare what they should hold identically; a difference ends the run.
-    dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time).
-    dry_mfu: assumed for the time: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one GPU
-        (measured: 0.56 on an H200).
-    dry_ranks_per_host: assumed for the time of messages: ranks on one host.
-    max_minutes: stop, with a checkpoint, after the first step that ends this long after the process began (0: no
-        limit). The step and the checkpoint may end later than that.
-    """
+    """A run as a process: its folder, seed, device, checks and limits."""
 
     dir: PathText = "runs/default"
+    """the folder for everything that the run writes."""
     seed: Seed = 1234
+    """of initialization, stochastic rounding and, unless `data.seed` is set, data order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` (CUDA, if there is any), `cuda` or `cpu`."""
     deterministic: bool = True
+    """use only deterministic kernels."""
     replay_interval: AtLeastZero = 0
+    """steps between replays (0: never). In a replay each rank computes one micro-batch twice and compares every bit; a
+    difference ends the run."""
     replicas_interval: AtLeastZero = 100
+    """steps between comparisons of replicas (0: never); there is also one before each checkpoint. Ranks compare what
+    they should hold identically; a difference ends the run."""
     max_minutes: NotNegative = 0.0
+    """stop, with a checkpoint, after the first step that ends this long after the process began (0: no limit). The step
+    and the checkpoint may end later than that."""
     dry: bool = False
+    """only print what the run would need on WORLD_SIZE ranks (memory, messages, time)."""
     dry_mfu: PositiveShare = 0.55
+    """assumed for the time: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one GPU
+    (measured: 0.56 on an H200)."""
     dry_ranks_per_host: AtLeastOne = 8
+    """assumed for the time of messages: ranks on one host."""
 
     @model_validator(mode="after")
     def _repeats(self) -> RunConfig:
@@ -481,13 +469,7 @@ class RunConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    """The whole run.
-
-    after_switch: the precision that `precision.switch.target` names, resolved for this model; None with
-        `precision.switch.when=never`. A user cannot set it: `compose` fills it in.
-    from_environment: key -> text, such as `${oc.env:SCRATCH}/runs`, for values that depend on an environment variable.
-        Files get the text instead of the value (config/compose.py). A user cannot set it either.
-    """
+    """The whole run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -502,7 +484,11 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     after_switch: PrecisionConfig | None = None
+    """the precision that `precision.switch.target` names, resolved for this model; None with
+    `precision.switch.when=never`. A user cannot set it: `compose` fills it in."""
     from_environment: dict[str, str] = field(default_factory=dict)
+    """key -> text, such as `${oc.env:SCRATCH}/runs`, for values that depend on an environment variable. Files get the
+    text instead of the value (config/compose.py). A user cannot set it either."""
 
     @property
     def data_seed(self) -> int:

@@ -18,7 +18,7 @@ from megatron_fp4.config.schema import Config, DataConfig, ParallelConfig, Phase
 from megatron_fp4.precision.plan import PrecisionSwitch
 from tests.composing import saved_of
 
-PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]
+PHASES = [PhaseConfig("a", 0.5, blend={"web": 1.0}), PhaseConfig("b", 0.5, blend={"web": 2.0, "code": 1.0})]
 DATA = {"tokenizer": "abc", "train": {"web": {"sha256": "1", "num_tokens": 10}}, "validation": {}}
 
 

@@ -82,7 +82,7 @@ def test_overrides_of_every_form() -> None:
     assert config.precision.bf16_blocks.names == ["blocks.3.*", "*.out_proj"]
     assert config.data.sources == {"web": "/data/web", "code": "/data/code"}
     assert config.data.validation == {"web": "/data/web_valid"} and config.data.blends == {"first": {"web": 1.0}}
-    assert config.data.phases == [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"code": 1.0})]
+    assert config.data.phases == [PhaseConfig("a", 0.5, blend={"web": 1.0}), PhaseConfig("b", 0.5, blend={"code": 1.0})]
     # The override of fprop's weight also holds for dgrad's.
     weight, again = config.precision.fprop.weight, config.precision.dgrad.weight
     assert again.block == "1x16" and asdict(again) == {**asdict(weight), "source": "tensor"}
