@@ -9,8 +9,7 @@ a recipe that ends `gap` nats above BF16 has the same loss as BF16 after fewer t
 
     price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
 
-It is the price of the loss that the recipe has after D tokens. BF16's own loss after D tokens costs more in the recipe
-if the price grows with D.
+This prices the recipe's own final loss; to reach BF16's costs more if the price grows with D.
 
 The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of sixty steps from a BF16
 checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch to BF16 for the last part

@@ -18,8 +18,8 @@ from megatron_fp4.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Section:
-    """A published tensor that consists of rows of one of our parameters. The rows of our packed projections are ordered
-    by group, those of published tensors by section (such as q, k, v).
+    """One tensor of a published model: some rows of one of our parameters. Our packed projections are ordered by group,
+    published tensors by section (such as q, k, v).
 
     name, shape: of the published tensor. rows: int64, for each of its rows the number of our row; None if it is our
     complete parameter in our order. fp32: whether it is always written in FP32.

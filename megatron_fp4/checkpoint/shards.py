@@ -87,7 +87,7 @@ class TensorInfo(NamedTuple):
 class OwnPiece(NamedTuple):
     """A part of a tensor that this rank writes. tensor: its index among the tensors. values: the live tensor.
 
-    common: whether ranks that need no other piece of this rank need it.
+    common: replicated data, which every rank loads; it is kept in a file of its own.
     """
 
     tensor: int

@@ -129,7 +129,7 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
             fitting = f"{2 ** (count.bit_length() - 1)} or {2 ** count.bit_length()}"
             remedy = "" if what.startswith("data") else ", use parallel.reduce_gradients=once"
             yield (
-                f"parallel.reproducible=true adds up a power of two of {what}, and there are {count}; make it {fitting}"
+                f"parallel.reproducible=true needs a power of two of {what}; this run has {count}; make it {fitting}"
                 f"{remedy}, or set parallel.reproducible=false"
             )
 

@@ -98,7 +98,7 @@ class Message:
 class RankMemory:
     """Bytes on one rank: the first one, which needs at least as much as any other.
 
-    parameters: the FP32 shards. Sharded gradients take as much, from their reduction to the update.
+    parameters: the FP32 shards. The sharded gradients are as large, between reduce-scatter and update.
     optimizer: the FP32 moments.
     gathered: gathered parameters after a forward pass, in the compute dtype or as they are.
     quantized_weights: weights that linears keep from micro-batch to micro-batch, including those gathered as codes;

@@ -53,6 +53,7 @@ FAULTS: dict[str, tuple[Callable[[Trainer], object], str, list[list[int]]]] = {
     "exchanged": (lambda t: _exchange(_tensor(t, WEIGHT)), WEIGHT, [[1, 3]]),
     "moment": (lambda t: _tensor(t, WEIGHT, "exp_avg").add_(1e-9), f"{WEIGHT}.exp_avg", [[1, 3]]),
     "norm": (lambda t: _tensor(t, NORM)[:1].mul_(1.5), NORM, [[1, 3], [2, 3]]),
+    "buffer": (lambda t: t.model.counts.add_(1), "counts", [[0, 1, 2, 3]]),
     "generator": (lambda t: torch.rand(1), "torch's generator", [[0, 1, 2, 3]]),
     "data": (lambda t: setattr(t.data.loader, "consumed_samples", 7), "data", [[0, 1, 2, 3]]),
 }
@@ -66,7 +67,13 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
     trainer.begin(0)
     for _ in trainer.steps(0, 2):
         pass
-    touched = [_tensor(trainer, WEIGHT), _tensor(trainer, WEIGHT, "exp_avg"), _tensor(trainer, NORM)]
+    trainer.model.register_buffer("counts", torch.zeros(4))
+    touched = [
+        _tensor(trainer, WEIGHT),
+        _tensor(trainer, WEIGHT, "exp_avg"),
+        _tensor(trainer, NORM),
+        trainer.model.counts,
+    ]
     state, generator = [tensor.clone() for tensor in touched], torch.get_rng_state()
     consumed, found = trainer.data.loader.consumed_samples, {}
     for name, (disturb, _, _) in FAULTS.items():
@@ -97,7 +104,7 @@ def test_a_fault_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
         assert f"hold different {named}" in message and "agreed after step 1." in message
         # Of four ranks the majority is right; of two, nothing is known.
         assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
-        assert all(difference.values or fault in ("generator", "data") for difference in differences)
+        assert all(difference.values or fault in ("buffer", "generator", "data") for difference in differences)
         assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
 
 

@@ -2,7 +2,7 @@
 
     ranks along an axis of the mesh     weights and moments that are not sharded over it: all of a replica
                                         (parallel.replicate); norms, dt bias, ... of a tensor-parallel group
-    all ranks                           the position in the data, the step's state, torch's generators
+    all ranks                           buffers, the position in the data, the step's state, torch's generators
 
 Losses and norms are sums over all these ranks, so a wrong copy on one rank is not visible in them, and each update
 keeps the difference. Ranks exchange checksums in one small message; only after a difference they exchange more.
@@ -132,6 +132,7 @@ def checksums_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         found = checksum(tensor).to(device)
         for axis in axes:
             shared[axis][name] = found
+    shared["all"] |= {name: checksum(buffer).to(device) for name, buffer in trainer.model.named_buffers()}
     states = {
         "data": json.dumps(trainer.data.loader.state_dict()).encode(),
         "seed, step and version of weights": repr((state.seed, state.step, state.weights_version)).encode(),
