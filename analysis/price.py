@@ -19,10 +19,8 @@ docs/research.md).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -95,8 +93,8 @@ class Curve:
         return f"D = {short_number(tokens)} is far from the range {ends} of the curve's runs"
 
 
-# Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
-# repository): Transformers on C4 with 25 to 800 tokens a parameter, one seed.
+# `fit` of the BF16 runs of "Quartet II" (arXiv 2601.22813, `baseline` in for_plots/runs.json of its repository):
+# Transformers on C4 with 25 to 800 tokens a parameter, one seed.
 SHIPPED = tuple(
     Curve(f"Transformers on C4, {parameters / 1e6:.0f}M", parameters, *fitted)
     for parameters, *fitted in (
@@ -270,33 +268,3 @@ def _switch_verdict(
     if less_than_own and less_than_others:
         return f"With a switch to BF16: {switch} costs less, {cost}, if it leaves as much of the gap as nvfp4's did."
     return f"Not established whether a switch to BF16 costs less: {switch}, {cost}."
-
-
-def public_prices(path: Path) -> str:
-    """The method on the public runs of Quartet II: fits and prices, as Markdown. path: of its `for_plots/runs.json`.
-
-    Raises ValueError for a file with other content; OSError.
-    """
-    try:
-        groups: Mapping[str, Sequence[Mapping[str, float]]] = json.loads(path.read_text())
-        curves = {curve.parameters: curve for curve in _public_curves(groups["baseline"])}
-        runs = [(name, run) for name in ("nvidia", "quartetv2") for run in groups[name] if run["sfour_over_six"]]
-        rows = []
-        for name, run in sorted(runs, key=lambda item: (item[1]["N"], item[1]["D"], item[0])):
-            if (curve := curves.get(run["N"])) is not None:
-                tokens = run["D"] / run["N"]
-                gap = run["final_loss"] - curve.loss(tokens)
-                rows.append([curve.name, f"{tokens:.0f}", name, f"{gap:.4f}", f"{curve.price(gap, tokens):.2f}"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not for_plots/runs.json of IST-DASLab/Quartet-II: {error!r}") from error
-    fits = [f"{c.name}: {c.floor:.5f} + {c.scale:.5f} * D^-{c.exponent:.5f}" for c in curves.values()]
-    return markdown(["BF16 of", "tokens per parameter", "recipe, with four over six", "gap, nats", "price"], rows, fits)
-
-
-def _public_curves(baseline: Sequence[Mapping[str, float]]) -> Iterator[Curve]:
-    for parameters in sorted({run["N"] for run in baseline}):
-        runs = [run for run in baseline if run["N"] == parameters]
-        if len(runs) > 3:  # a curve with three parameters fits any three runs
-            lengths = [run["D"] / run["N"] for run in runs]
-            name = f"Transformers on C4, {parameters / 1e6:.0f}M"
-            yield fit(name, parameters, lengths, [run["final_loss"] for run in runs])

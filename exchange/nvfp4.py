@@ -19,8 +19,8 @@ four-over-six maps it to 256, which gives 1536 instead):
     m.weight_scale_2  FP32 [], a / 2688      m.weight_global_scale  FP32 [1], 2688 / a
     m.input_scale     FP32 [], x / 2688      m.input_global_scale   FP32 [1], 2688 / x
 
-x is the amax of the module's input, measured by calibration.py; without it the last row is missing and activations stay
-in BF16 (W4A16). Scales are neither swizzled nor padded; engines do that when they load. Each tensor scale is a single
+x is the amax of the module's input (`largest_inputs`); without it the last row is missing and activations stay in BF16
+(W4A16). Scales are neither swizzled nor padded; engines do that when they load. Each tensor scale is a single
 division; the inverse of the other layout's scale may differ by one ulp.
 
 Sources: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
@@ -33,16 +33,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exchange.checkpoint import Checkpoint
+from data.provider import open_held_out
+from exchange.checkpoint import Checkpoint, load_model
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.linear import LinearCall, LinearContext
-from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
-from megatron_fp4.precision.recipe import FPROP_WEIGHT
+from megatron_fp4.precision.plan import Plan, PlannedLinear, PrecisionController, plan_in_effect
+from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
@@ -173,6 +178,54 @@ def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
     """The rows `rows` (int64) of a tensor, with the amax of the complete tensor."""
     scales = tensor.scales.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
     return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, amax=tensor.amax, scale_max=tensor.scale_max)
+
+
+def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config, num_samples: int) -> dict[str, Tensor]:
+    """The amax of the input of each of `trained.nvfp4_linears()` over `num_samples` sequences of each held-out source:
+    FP32 0-dim, on the CPU.
+
+    Training computes the amax of every tensor in every step; engines that quantize activations (W4A4) need a constant.
+    So the model reads held-out text of its run, with weights and activations quantized as in training. Larger inputs
+    saturate in the engine.
+    config: of the run, with paths that may be opened. Raises ValueError if a linear was trained with activations in
+    another format, the run has no held-out text, or an amax is zero or not finite; ValueError or OSError for data that
+    cannot be opened.
+    """
+    if num_samples < 1:
+        raise ValueError(f"--calibrate {num_samples}: give 1 or more")
+    if any(row.recipe[FPROP_ACTIVATION].format != "nvfp4" for row in trained.nvfp4_linears().values()):
+        raise ValueError(
+            "--calibrate: some linears with NVFP4 weights were trained with activations in another format; leave "
+            "--calibrate out"
+        )
+    _, sets = open_held_out(replace(config, validation=replace(config.validation, num_samples=num_samples)))
+    if not sets:
+        raise ValueError("--calibrate: the run has no held-out text (data.validation); leave it out")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    largest: dict[str, Tensor] = {}
+
+    def keep(name: str, _: object, inputs: tuple[Tensor, ...]) -> None:
+        amax = inputs[0].detach().abs().amax().to(torch.float32)
+        largest[name] = torch.maximum(largest[name], amax) if name in largest else amax
+
+    try:
+        model = load_model(checkpoint, compute_dtype=trained.compute_dtype, device=device)
+        linears = dict(model.linears())
+        PrecisionController({name: of.context for name, of in linears.items()}, trained.plan, StepState(seed=0))
+        for name in trained.nvfp4_linears():
+            linears[name].register_forward_pre_hook(partial(keep, name))
+        for batch in (batch for held_out in sets for batch in held_out.batches(1, 0, 1)):
+            documents = None if batch.documents is None else batch.documents.to(device)
+            with torch.no_grad():
+                model(batch.tokens.to(device), documents=documents, num_documents=batch.num_documents)
+    finally:
+        leave_distributed()
+    for name, amax in largest.items():
+        if not (amax.isfinite() and amax > 0):
+            raise ValueError(
+                f"{name}: the largest input is {float(amax)}, which is no valid scale; try another checkpoint"
+            )
+    return {name: amax.cpu() for name, amax in largest.items()}
 
 
 @dataclass(frozen=True)

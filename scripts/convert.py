@@ -28,13 +28,12 @@ import torch
 import yaml
 
 from data.tokenizer import TextTokenizer
-from exchange.calibration import largest_inputs
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import NVFP4Weights, export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
-from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, trained_plan
+from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, largest_inputs, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine

@@ -8,8 +8,6 @@
         the same from two checkpoints; saves the branches, so that the same command trains only those that are missing
     python scripts/price.py --checkpoint ... --gpu b200 nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
         a recipe is the name of a precision config or NAME=OVERRIDES; KEY=VALUE is for all of them
-    python scripts/price.py --public runs.json
-        applies the method to the public runs of Quartet II, to which the shipped curves are fitted
 
 A branch trains bit for bit like `pretrain.py checkpoint.resume=CHECKPOINT`, on the next tokens of the run. The
 precision switches only if a recipe says so. Nothing is written to the run's folder. The command can run under torchrun.
@@ -48,17 +46,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("recipes", nargs="*", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
-    add("--checkpoint", type=Path, action="append", help="of a BF16 run, best after a fifth of it; may be repeated")
+    add(
+        "--checkpoint",
+        type=Path,
+        action="append",
+        required=True,
+        help="of a BF16 run, best after a fifth of it; may be repeated",
+    )
     add("--steps", type=int, default=60, help="of each branch (default 60); the first sixth, at most 10, are ignored")
     add("--output", type=Path, help="JSON file to save the branches in (default: none)")
     add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
     add("--gpu", help="plan the time per token for this GPU, such as b200 (default: measured here, unless emulated)")
     add("--model", help="plan the time for this model config with the same sequences (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-    add("--public", type=Path, metavar="FILE", help="use for_plots/runs.json of IST-DASLab/Quartet-II instead")
     options = parser.parse_intermixed_args(arguments)
-    if options.public is None and not options.checkpoint:
-        parser.error("--checkpoint is needed")
     if options.model and not options.gpu:
         parser.error("--model plans a time and needs --gpu")
     if options.steps < 1:
@@ -153,12 +154,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
     try:
-        from analysis.price import public_prices
-
-        if options.public is not None:
-            print(public_prices(options.public))
-        else:
-            price(options)
+        price(options)
         return ExitCode.FINISHED
     except (ValueError, OSError, ImportError, CheckpointError, SelfTestError) as error:
         if not place_in_run().rank:

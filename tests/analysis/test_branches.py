@@ -205,7 +205,6 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
             (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
             (checkpoint, ["nvfp4", *steps, "--checkpoint", checkpoint], "one is given twice"),
             (checkpoint, ["nvfp4", *steps, "--checkpoint", tmp_path / "longer"], "train.steps (7, not 6)"),
-            (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):
             assert price_main(folder, *arguments) == 2, arguments
             assert expected in error_line(capsys, "price.py")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from analysis.price import (
     nearest,
     planned_times,
     price_table,
-    public_prices,
     verdict,
 )
 from analysis.statistics import Estimate
@@ -60,21 +57,6 @@ def test_the_shipped_curve_of_the_nearest_size_is_used() -> None:
         (SHIPPED[2], 97.3, 0.0680, 2.04),
     ):
         assert curve.price(gap, tokens) == pytest.approx(price, abs=0.03)
-
-
-def test_public_runs_are_read_as_they_are_published(tmp_path: Path) -> None:
-    def run(length: float, gap: float) -> dict[str, object]:
-        return {"N": 1e8, "D": 1e8 * length, "final_loss": TRUE.loss(length) + gap, "sfour_over_six": True}
-
-    groups = {
-        "baseline": [run(length, 0.0) for length in LENGTHS],
-        "nvidia": [run(25, 0.05)],
-        "quartetv2": [run(98, 0.04)],
-    }
-    (tmp_path / "runs.json").write_text(json.dumps(groups))
-    rows = cells(public_prices(tmp_path / "runs.json"))
-    assert rows[2] == ["Transformers on C4, 100M", "25", "nvidia", "0.0500", f"{TRUE.price(0.05, 25):.2f}"]
-    assert rows[3] == ["Transformers on C4, 100M", "98", "quartetv2", "0.0400", f"{TRUE.price(0.04, 98):.2f}"]
 
 
 def test_gaps_from_one_checkpoint_and_from_several() -> None:
