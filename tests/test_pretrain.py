@@ -27,29 +27,13 @@ from megatron_fp4.training.callbacks.numerics import SelfTest
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8
-SMALL = [
-    "model.pattern=M-*-",
-    "model.vocab_size=512",
-    "model.hidden_dim=64",
-    "model.ffn_dim=128",
-    "model.num_query_heads=4",
-    "model.head_dim=16",
-    "model.mamba_num_heads=4",
-    "model.mamba_head_dim=32",
-    "model.mamba_state_dim=16",
-    "model.nvfp4_bf16_blocks.last=1",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "train.sequence_length=64",
-    f"train.steps={STEPS}",
-    "schedule.decay_fraction=0.25",
-    "validation.interval=3",
-    "validation.num_samples=6",
-    "checkpoint.interval=1",
-    "checkpoint.keep=0",
-    "logging.interval=1",
-    "logging.report=false",
-]
+SMALL = (
+    "model.pattern=M-*- model.vocab_size=512 model.hidden_dim=64 model.ffn_dim=128 model.num_query_heads=4 "
+    "model.head_dim=16 model.mamba_num_heads=4 model.mamba_head_dim=32 model.mamba_state_dim=16 "
+    "model.nvfp4_bf16_blocks.last=1 train.global_batch_size=8 train.micro_batch_size=2 train.sequence_length=64 "
+    f"train.steps={STEPS} schedule.decay_fraction=0.25 validation.interval=3 validation.num_samples=6 "
+    "checkpoint.interval=1 checkpoint.keep=0 logging.interval=1 logging.report=false"
+).split()
 
 
 @pytest.fixture(scope="session")

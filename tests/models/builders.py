@@ -13,19 +13,9 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 
 SMALL = ModelConfig(
-    pattern="M-*-M-",
-    vocab_size=96,
-    hidden_dim=32,
-    ffn_dim=48,
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    mamba_num_groups=2,
-    mamba_state_dim=6,
-    mamba_chunk_size=8,
-)
+    pattern="M-*-M-", vocab_size=96, hidden_dim=32, ffn_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8,
+    mamba_num_heads=4, mamba_head_dim=8, mamba_num_groups=2, mamba_state_dim=6, mamba_chunk_size=8,
+)  # fmt: skip
 
 
 def small_config(**changes: object) -> ModelConfig:

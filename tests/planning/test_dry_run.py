@@ -23,18 +23,9 @@ from tests.programs import ROOT, fork_server, run_program
 pytestmark = pytest.mark.slow
 
 MODEL = ModelConfig(
-    pattern="M*-",
-    vocab_size=256,
-    hidden_dim=64,
-    ffn_dim=128,
-    num_query_heads=8,
-    num_kv_heads=4,
-    head_dim=16,
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    mamba_num_groups=4,
-    mamba_state_dim=16,
-)
+    pattern="M*-", vocab_size=256, hidden_dim=64, ffn_dim=128, num_query_heads=8, num_kv_heads=4, head_dim=16,
+    mamba_num_heads=8, mamba_head_dim=16, mamba_num_groups=4, mamba_state_dim=16,
+)  # fmt: skip
 
 
 def configured(
