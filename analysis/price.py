@@ -117,12 +117,12 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
             f"{name}: a curve with three parameters needs runs of at least four lengths, and these have "
             f"{len(set(tokens))}; name more runs, or leave --curve out"
         )
-    lengths, found = np.array(tokens, dtype=float), np.array(losses, dtype=float)
+    lengths, ends = np.array(tokens, dtype=float), np.array(losses, dtype=float)
 
     def solved(exponent: float) -> tuple[np.ndarray, float]:
         columns = np.stack([np.ones_like(lengths), lengths**-exponent], axis=1)
-        best, *_ = np.linalg.lstsq(columns, found, rcond=None)
-        return best, float(((columns @ best - found) ** 2).sum())
+        best, *_ = np.linalg.lstsq(columns, ends, rcond=None)
+        return best, float(((columns @ best - ends) ** 2).sum())
 
     exponent = float(minimize_scalar(lambda b: solved(b)[1], bounds=(0.02, 2.0), method="bounded").x)
     floor, scale = solved(exponent)[0]

@@ -226,47 +226,51 @@ class SamplePlace(NamedTuple):
 class _Stage:
     """The samples of a source from sample `first`, at which it got files, until it gets more files: first the rest of
     the current epoch of the stage `before`, mixed evenly with the windows of the new files (`added`); then epochs of
-    `order`, over all files."""
+    `order`, over all files.
+
+    num_left: the samples of that rest. num_mixed: these and the new windows. epochs_before: how many epochs the samples
+    before `first` make.
+    """
 
     def __init__(self, order: Order, first: int = 0, before: _Stage | None = None, added: Order | None = None) -> None:
         self._order, self._first, self._before, self._added = order, first, before, added
-        self._old = self._mixed = self._first_epoch = 0
-        self._began = 0.0
+        self._num_left = self._num_mixed = self._first_epoch = 0
+        self._epochs_before = 0.0
         if before is not None and added is not None:
-            self._old = before.left(first)
-            self._mixed = self._old + added.num_windows
-            self._began = before.epochs(first)
-            self._first_epoch = int(self._began) + 1
+            self._num_left = before.left(first)
+            self._num_mixed = self._num_left + added.num_windows
+            self._epochs_before = before.epochs(first)
+            self._first_epoch = int(self._epochs_before) + 1
 
     def place(self, sample: int) -> SamplePlace:
         """The place of a sample."""
         position = sample - self._first
-        if position >= self._mixed:
-            epoch, position = divmod(position - self._mixed, self._order.num_windows)
+        if position >= self._num_mixed:
+            epoch, position = divmod(position - self._num_mixed, self._order.num_windows)
             return SamplePlace(self._order, self._first_epoch + epoch, position)
         assert self._before is not None and self._added is not None
         if position < 0:
             return self._before.place(sample)
-        old = position * self._old // self._mixed  # samples of the stage before
-        if (position + 1) * self._old // self._mixed > old:
-            return self._before.place(self._first + old)
-        return SamplePlace(self._added, 0, position - old)
+        of_rest = position * self._num_left // self._num_mixed  # how many of the samples so far are of the rest
+        if (position + 1) * self._num_left // self._num_mixed > of_rest:
+            return self._before.place(self._first + of_rest)
+        return SamplePlace(self._added, 0, position - of_rest)
 
     def epochs(self, sample: int) -> float:
         """How many epochs the samples [0, sample) make."""
         position = sample - self._first
         if position < 0 and self._before is not None:
             return self._before.epochs(sample)
-        if position < self._mixed:
-            return self._began + (self._first_epoch - self._began) * position / self._mixed
-        return self._first_epoch + (position - self._mixed) / self._order.num_windows
+        if position < self._num_mixed:
+            return self._epochs_before + (self._first_epoch - self._epochs_before) * position / self._num_mixed
+        return self._first_epoch + (position - self._num_mixed) / self._order.num_windows
 
     def left(self, sample: int) -> int:
         """How many samples the current epoch has left at `sample`, which must be in this stage."""
         position = sample - self._first
-        if position < self._mixed:
-            return self._mixed - position
-        return self._order.num_windows - (position - self._mixed) % self._order.num_windows
+        if position < self._num_mixed:
+            return self._num_mixed - position
+        return self._order.num_windows - (position - self._num_mixed) % self._order.num_windows
 
 
 class Samples:

@@ -200,10 +200,10 @@ class PhaseSchedule:
         done = served[-1].end_step if served else 0
         ours = [replace(span, first_step=max(span.first_step, done)) for span in self.spans if span.end_step > done]
         if served and ours:
-            one, other = (
+            last_served, first_of_ours = (
                 (span.name, span.batch_size, span.sequence_length, span.blend) for span in (served[-1], ours[0])
             )
-            if one == other:  # the phase that has served samples continues
+            if last_served == first_of_ours:  # the phase continues
                 served[-1] = replace(served[-1], end_step=ours.pop(0).end_step)
         schedule = copy(self)
         schedule._lay_out([*served, *ours], done)

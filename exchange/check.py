@@ -94,9 +94,9 @@ class FolderCheck:
             ours = self.checkpoint.tensor(name)
             count += len(parts)
             for part in (part for part in parts if part.name in self.folder.names):
-                found = self.folder.tensor(part.name)
+                written = self.folder.tensor(part.name)
                 expected = part.published(ours).to(torch.float32 if part.fp32 else declared)
-                problems.append(difference(f"elements of {part.name}", found, expected))
+                problems.append(difference(f"elements of {part.name}", written, expected))
         return Finding("tensors in plain types", f"{count}", [*filter(None, problems)])
 
     def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
@@ -117,12 +117,12 @@ class FolderCheck:
                     continue  # `_presence` reports it
                 codes, block, tensor = map(self.folder.tensor, stored)
                 try:
-                    found = decoded(codes, block) + 0.0  # the sign of a zero has no effect
+                    values_in_folder = decoded(codes, block) + 0.0  # the sign of a zero has no effect
                 except ValueError as error:
                     problems.append(f"{part.module}: {error}")
                     continue
                 expected = part.published(values) + 0.0
-                problems.append(difference(f"elements of {part.module}, decoded,", found, expected))
+                problems.append(difference(f"elements of {part.module}, decoded,", values_in_folder, expected))
                 problems.append(difference(f"elements of {stored[-1]}", tensor, scale))
         extent = f"{len(self.rows)} linears, {modules} modules"
         return Finding("NVFP4 weights, decoded", extent, [*filter(None, problems)])
@@ -132,29 +132,29 @@ class FolderCheck:
         problems = list[str]()
         for name in self.rows:
             names = [f"{part.module}.{layout.input_scale}" for part in self.sections[name]]
-            found = {name: float(self.folder.tensor(name)) for name in names if name in self.folder.names}
-            problems += [f"{name} is {of:.9g}" for name, of in found.items() if not 0 < of < math.inf]
-            if len(set(found.values())) > 1:
-                problems.append(f"{' and '.join(found)} are not equal")
+            scales = {name: float(self.folder.tensor(name)) for name in names if name in self.folder.names}
+            problems += [f"{name} is {of:.9g}" for name, of in scales.items() if not 0 < of < math.inf]
+            if len(set(scales.values())) > 1:
+                problems.append(f"{' and '.join(scales)} are not equal")
         return Finding("scales of inputs", f"{len(self.rows)} linears", problems)
 
     def _exclusions(self, layout: Layout) -> Finding:
         """The configuration excludes exactly the modules without codes, with the names that an export uses."""
         quantized = {name.removesuffix(".weight") for name in self.rows}
         expected = quantization_config(layout, excluded_modules(self.sections, quantized), self.calibrated)
-        found = self.folder.config.get("quantization_config") or {}
-        ignored = found.get("ignore")
+        written = self.folder.config.get("quantization_config") or {}
+        ignored = written.get("ignore")
         listed, wanted = {*map(str, ignored if isinstance(ignored, list) else ())}, {*expected["ignore"]}
         problems = [f"{name} is not excluded, though it is in BF16" for name in sorted(wanted - listed)]
         problems += [f"{name} is excluded, though no such module is in BF16" for name in sorted(listed - wanted)]
         same = {key: value for key, value in expected.items() if key not in ("ignore", "producer")}
-        problems += _other_keys("quantization_config.", found, same)
+        problems += _other_keys("quantization_config.", written, same)
         if layout is MODELOPT:
             try:
-                found = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
+                beside = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
             except (OSError, ValueError, KeyError, TypeError):
-                found = None
-            if found != hf_quant_config(expected)["quantization"]:
+                beside = None
+            if beside != hf_quant_config(expected)["quantization"]:
                 problems.append(f"{QUANTIZATION} is missing, or does not match what is quantized here")
         return Finding("what is quantized", f"{len(expected['ignore'])} modules excluded", problems)
 
@@ -162,13 +162,13 @@ class FolderCheck:
         path = self.folder.path / "tokenizer.json"
         if not path.is_file():
             return Finding("tokenizer", "", ["tokenizer.json is missing"])
-        found = load_tokenizer(path, tokenizer.eod_token)
+        exported = load_tokenizer(path, tokenizer.eod_token)
         probe = ["Tokens, 1234 of them:\n\tdef f(x): return  x**2  # naïve 你好"]
-        same = found.eod_id == tokenizer.eod_id
-        same = same and list(found.encode_batch(probe)[0]) == list(tokenizer.encode_batch(probe)[0])
-        same = same and (found.kind != tokenizer.kind or found.fingerprint() == tokenizer.fingerprint())
+        same = exported.eod_id == tokenizer.eod_id
+        same = same and list(exported.encode_batch(probe)[0]) == list(tokenizer.encode_batch(probe)[0])
+        same = same and (exported.kind != tokenizer.kind or exported.fingerprint() == tokenizer.fingerprint())
         problems = [] if same else [f"tokenizer.json is not {tokenizer.name}, which made the data of the run"]
-        return Finding("tokenizer", f"{found.vocab_size} tokens", problems)
+        return Finding("tokenizer", f"{exported.vocab_size} tokens", problems)
 
 
 def _other_keys(prefix: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -88,18 +88,18 @@ def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Ch
 
     Raises ValueError, in one line with folder and remedy, if there is none or it is incomplete.
     """
-    found = checkpoint_in(folder)
+    chosen = checkpoint_in(folder)
     try:
-        return Checkpoint(found, config_dir, trusted)
+        return Checkpoint(chosen, config_dir, trusted)
     except OtherFormatError as error:
-        raise ValueError(f"{found}: {error}; use the version that wrote it") from error
+        raise ValueError(f"{chosen}: {error}; use the version that wrote it") from error
     except DamagedCheckpointError as error:
-        raise ValueError(f"{found} is damaged: {error}; give another checkpoint") from error
+        raise ValueError(f"{chosen} is damaged: {error}; give another checkpoint") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         problem = f"{files.TRAINER} does not describe a run ({error!r})"
-        raise ValueError(f"{found}: {problem}; give another checkpoint") from error
+        raise ValueError(f"{chosen}: {problem}; give another checkpoint") from error
     except ConfigError as error:
-        raise ValueError(f"{found}: {error}") from error
+        raise ValueError(f"{chosen}: {error}") from error
 
 
 def load_model(

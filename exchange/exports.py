@@ -207,7 +207,7 @@ class Exports(Callback):
         """Steps up to `start` with a checkpoint whose export is due and missing. A folder without a record was made by
         hand and counts as an export."""
         steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self.trainer.mesh.rank == 0 else ()
-        found = []
+        missing = []
         for step in sorted(step for step in steps if step <= start and self.due(step)):
             record, made = self._record(step), self._folder(step)
             with contextlib.suppress(OSError, ValueError):
@@ -215,8 +215,8 @@ class Exports(Callback):
                     continue
                 if record is None or json.loads((made / RECORD).read_bytes()) == record:
                     continue
-            found.append(step)
-        return found
+            missing.append(step)
+        return missing
 
     def _record(self, step: int) -> dict[str, Any] | None:
         """The content of `made_from.json` for an export of this step; None without a checkpoint."""

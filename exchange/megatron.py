@@ -93,7 +93,7 @@ def export_megatron(
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
     expected = {each.name: shape_of(each.sections) for each in parameters(config)}
     check_tensors(checkpoint.tensors, expected, checkpoint.folder)
-    of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
+    files_of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     common = {
         "args": argparse.Namespace(
             **arguments,
@@ -118,7 +118,7 @@ def export_megatron(
         TRACKER: str(checkpoint.step),
         "megatron_args.sh": as_shell(arguments),
         "README.md": _readme(checkpoint, output.name, dtype, tokenizer is not None),
-        **{f"{TOKENIZER}/{name}": text for name, text in of_tokenizer.items()},
+        **{f"{TOKENIZER}/{name}": text for name, text in files_of_tokenizer.items()},
     }
     with new_folder(output, checkpoint.folder) as staging:
         (staging / iteration).mkdir()
@@ -209,8 +209,8 @@ def import_megatron(
         opened, origin = MegatronFolder(folder), folder.resolve()
         if origin.name.startswith("iter_") or origin.name == "release":
             origin = origin.parent
-        found, layers = _settings(opened, {**settings_of(opened.arguments), **given})
-        settings = {"name": origin.name, **found, **given}
+        told, layers = _settings(opened, {**settings_of(opened.arguments), **given})
+        settings = {"name": origin.name, **told, **given}
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
         expected = list(parameters(config.model, layers))
@@ -304,8 +304,8 @@ def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
     layer = None if parameter.layer is None else parameter.layer[0]
     # Megatron may have padded the vocabulary.
     rows = shape_of(parameter.sections)[0] if parameter.sections[0].name in (EMBEDDING, HEAD) else None
-    found = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
-    return from_published(parameter.sections, found)
+    tensors = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
+    return from_published(parameter.sections, tensors)
 
 
 class MegatronFolder:
@@ -361,10 +361,10 @@ def _iteration_in(folder: Path) -> Path:
     if not tracker.is_file():
         return folder
     name = tracker.read_text(errors="replace").strip()
-    found = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
-    if not found.is_dir():
-        raise ValueError(f"{tracker} names {name[:40]!r}, but {found} is missing; give another iter_* folder")
-    return found
+    iteration = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
+    if not iteration.is_dir():
+        raise ValueError(f"{tracker} names {name[:40]!r}, but {iteration} is missing; give another iter_* folder")
+    return iteration
 
 
 def _backend(path: Path) -> Any:

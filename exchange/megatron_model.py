@@ -203,7 +203,7 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_query_heads": heads,
         "num_kv_heads": heads if arguments.get("group_query_attention") is False else number("num_query_groups"),
         "head_dim": number("kv_channels") or (hidden // heads if heads and hidden else None),
@@ -212,6 +212,6 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "init_std": number("init_method_std"),
     }
     if "position_embedding_type" in arguments:
-        found["rope"] = arguments["position_embedding_type"] == "rope"
-        found["rope_base"] = number("rotary_base")
-    return {name: value for name, value in found.items() if value is not None}
+        settings["rope"] = arguments["position_embedding_type"] == "rope"
+        settings["rope_base"] = number("rotary_base")
+    return {name: value for name, value in settings.items() if value is not None}

@@ -257,10 +257,10 @@ class Layout:
     def tensors(self, module: str, weight: NVFP4Tensor, largest_input: Tensor | None) -> dict[str, Tensor]:
         """All tensors of `module`, by their full names. largest_input: FP32 0-dim; None: activations stay in BF16."""
         scale = self.stored_scale(weight.amax, weight.scale_max)
-        found = dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
+        tensors = dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
         if largest_input is not None:
-            found[f"{module}.{self.input_scale}"] = self.stored_scale(largest_input, E4M3_MAX)
-        return found
+            tensors[f"{module}.{self.input_scale}"] = self.stored_scale(largest_input, E4M3_MAX)
+        return tensors
 
 
 MODELOPT = Layout("modelopt", "weight", "weight_scale_2", "input_scale", inverse=False)
@@ -310,8 +310,8 @@ def quantization_config(layout: Layout, excluded: Collection[str], calibrated: b
 
 def _expression(module: str) -> str:
     """A regular expression for one module, with any prefix: files have `backbone.layers`, programs `model.layers`."""
-    _, found, rest = module.partition("layers.")
-    return rf"re:.*layers\.{re.escape(rest)}$" if found else module
+    _, numbered, rest = module.partition("layers.")
+    return rf"re:.*layers\.{re.escape(rest)}$" if numbered else module
 
 
 def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -46,34 +46,34 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     Raises ValueError if it is missing, cannot be read, or is another one than the run's.
     """
     data, expected = checkpoint.config.data, checkpoint.manifest.identity.get("data.tokenizer")
-    found: TextTokenizer | None = None
+    tokenizer: TextTokenizer | None = None
     remedy = "give the right one as --tokenizer PATH"
     try:
         if given is not None:
-            found = load_tokenizer(given, data.eod_token)
+            tokenizer = load_tokenizer(given, data.eod_token)
         elif checkpoint.weights_only:
             kept = {name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
             for name in kept:
                 checkpoint.file(name)  # raises if it has changed
             if kept & {"tokenizer.json", "tokenizer.model"}:
-                found = load_tokenizer(checkpoint.folder, data.eod_token)
+                tokenizer = load_tokenizer(checkpoint.folder, data.eod_token)
         elif data.tokenizer is not None:
-            found = load_tokenizer(data.tokenizer, data.eod_token)
+            tokenizer = load_tokenizer(data.tokenizer, data.eod_token)
         elif data.kind == "builtin":
-            found = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
+            tokenizer = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
         elif expected is not None:  # its path used environment variables, which only a trusted configuration may read
             raise ValueError(f"{checkpoint.folder} does not have the path of its tokenizer; {remedy}")
     except OSError as error:
         raise ValueError(f"the tokenizer of {checkpoint.folder} cannot be read ({error}); {remedy}") from error
-    if found is not None and expected is not None and found.fingerprint() != expected:
+    if tokenizer is not None and expected is not None and tokenizer.fingerprint() != expected:
         raise ValueError(
-            f"{found.name} is not the tokenizer of the run that made {checkpoint.folder}: its fingerprint is "
-            f"{found.fingerprint()[:12]}, the run's {expected[:12]}; {remedy}"
+            f"{tokenizer.name} is not the tokenizer of the run that made {checkpoint.folder}: its fingerprint is "
+            f"{tokenizer.fingerprint()[:12]}, the run's {expected[:12]}; {remedy}"
         )
     rows = checkpoint.config.model.vocab_size
-    if found is not None and found.vocab_size > rows:
-        raise ValueError(f"{found.name} has {found.vocab_size} ids and the model only {rows}; {remedy}")
-    return found
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model only {rows}; {remedy}")
+    return tokenizer
 
 
 def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str | None]:

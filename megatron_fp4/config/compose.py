@@ -314,7 +314,7 @@ def _with_changes_in_name(config: Config, changes: Sequence[Override], folders: 
     for key, value in changed.items():
         if key.startswith("dgrad.weight.") and changed.get(key.replace("dgrad", "fprop")) == value:
             continue  # the same as fprop's
-        secret = any(other.startswith(f"precision.{key}") for other in config.from_environment)
+        secret = any(at.startswith(f"precision.{key}") for at in config.from_environment)
         texts.append(f"{key}={'...' if secret else shown(value)}")
     return replace(precision, name=WITH.join([name, " ".join(texts)]) if texts else name)
 
@@ -333,7 +333,7 @@ def _precision(
     """The precision of the file `name` under precision/, resolved for the model of `config`, without the overrides of
     the run's own precision. Also the texts of its values from the environment, with keys under `path`. key: the one
     that names the file, for errors."""
-    texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
+    texts = {at: text for at, text in config.from_environment.items() if not at.startswith("precision")}
     merged = _with_precision(key, name, as_saved(replace(config, from_environment=texts)), folders)
     keys = _resolved(merged.precision, folders)
     return _checked(PrecisionConfig, keys, "precision"), _environment_texts(merged.precision, path)
@@ -347,10 +347,10 @@ def _with_recipes(
     texts: dict[str, str] = {}
     for i, exception in enumerate(precision.exceptions):
         key, name = f"precision.exceptions[{i}].precision", exception.precision
-        other, its_texts = _precision(key, name, config, folders, f"{path}.exceptions[{i}].recipe")
-        if other.exceptions:
+        its_precision, its_texts = _precision(key, name, config, folders, f"{path}.exceptions[{i}].recipe")
+        if its_precision.exceptions:
             raise ConfigError(f"{key}={name} has exceptions itself; choose a precision config without exceptions")
-        recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
+        recipe = RecipeConfig(**{field.name: getattr(its_precision, field.name) for field in fields(RecipeConfig)})
         exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
         texts |= its_texts
     return replace(precision, exceptions=exceptions), texts
