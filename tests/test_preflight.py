@@ -103,6 +103,8 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_plan")
 def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
     assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
+    with pytest.raises(ConfigError, match=r"finished its 4 steps with other settings \(optimizer.lr 0.002 -> 0.001\)"):
+        check(trained, "optimizer.lr=0.001")
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
     assert any(line.startswith("data: phases after sample 32: were none; are") for line in lines)

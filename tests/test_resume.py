@@ -165,7 +165,10 @@ def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start,
     assert losses(branch) == {step: losses(finished)[step] for step in range(5, STEPS + 1)}
     assert_same_checkpoint(checkpoint(finished, 8), checkpoint(branch, 8), tmp_path)
     assert [record["origin"]["step"] for record in records(branch, "run")] == [4, 4]
-    assert "is finished" in start(branch, command)
+    assert "is finished" in start(branch, command, "logging.interval=7")
+    refused = start(branch, command, "precision.wgrad.rht=0", code=2)
+    assert f"run.dir={branch} has finished its 8 steps with other settings (precision." in refused
+    assert "wgrad.rht 16 -> 0" in refused and "give this run another run.dir" in refused
     output = start(branch, f"checkpoint.resume={checkpoint(finished, 2)}", code=2)
     assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
 

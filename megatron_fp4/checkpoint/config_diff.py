@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import leaves, removed_values, renewed
-from megatron_fp4.config.schema import Config, ScheduleConfig
+from megatron_fp4.config.schema import Config, ConfigError, ScheduleConfig
 from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.optimizer import WSDSchedule
 
@@ -23,6 +23,11 @@ NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 _ABSENT = "(absent)"
 # Keys, or beginnings of keys, about one start and not about the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
+# Keys, or beginnings of keys, that decide what a run learns. A finished run with others of them is another run.
+_OF_THE_RESULT = (
+    *("model.", "train.", "precision.", "optimizer.", "schedule.", "spikes."),
+    *("data.kind", "data.order", "data.phases", "data.documents", "data.boundary_loss"),
+)
 _SHOWN = 12
 
 
@@ -76,6 +81,21 @@ def change_lines(changes: list[Change]) -> list[str]:
     lines = [f"changed since the checkpoint: {key} {_plain(before)} -> {_plain(now)}" for key, before, now in changes]
     rest = len(lines) - _SHOWN
     return lines if rest <= 1 else [*lines[:_SHOWN], f"and {rest} more, all in metrics.jsonl"]
+
+
+def refuse_finished(saved: Mapping[str, Any], config: Config, start: int) -> None:
+    """Raise ConfigError if the run in run.dir has made all its steps, `start`, with other settings than `config`: the
+    command is meant for another run. saved: as in `configuration_changes`."""
+    if start < config.train.steps or not saved:
+        return
+    changes = [change for change in configuration_changes(saved, config) if change.key.startswith(_OF_THE_RESULT)]
+    if changes:
+        shown = ", ".join(f"{key} {_plain(before)} -> {_plain(now)}" for key, before, now in changes[:3])
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise ConfigError(
+            f"run.dir={config.run.dir} has finished its {start} steps with other settings ({shown}{more}); give this "
+            "run another run.dir, or raise train.steps to continue that one"
+        )
 
 
 def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.config_diff import refuse_finished, run_identity
 from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
 from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.checks import place_in_run
@@ -137,6 +137,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         found = preview(config, run_identity(config, opened.fingerprint))
         start = 0 if found is None else found.step
         if found is not None:
+            refuse_finished(found.trainer.get("config", {}), config, start)
             with configuration_errors(_of_checkpoint(config, start)):
                 refuse_removed(found.trainer.get("config", {}))
                 opened.loader.load_state_dict(found.trainer["loader"])
