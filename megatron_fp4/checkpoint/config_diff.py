@@ -86,7 +86,7 @@ def change_lines(changes: list[Change]) -> list[str]:
 def refuse_finished(saved: Mapping[str, Any], config: Config, start: int) -> None:
     """Raise ConfigError if the run in run.dir has made all its steps, `start`, with other settings than `config`: the
     command is meant for another run. saved: as in `configuration_changes`."""
-    if start < config.train.steps or not saved:
+    if start != config.train.steps or not saved:
         return
     changes = [change for change in configuration_changes(saved, config) if change.key.startswith(_OF_THE_RESULT)]
     if changes:
