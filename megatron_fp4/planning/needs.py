@@ -137,11 +137,11 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         found = preview(config, run_identity(config, opened.fingerprint))
         start = 0 if found is None else found.step
         if found is not None:
-            refuse_finished(found.trainer.get("config", {}), config, start)
             with configuration_errors(_of_checkpoint(config, start)):
                 refuse_removed(found.trainer.get("config", {}))
                 opened.loader.load_state_dict(found.trainer["loader"])
                 check_samples(opened.phases, start, opened.loader.consumed_samples)
+            refuse_finished(found.trainer.get("config", {}), config, start)
         opened.check_epochs(config.data.max_epochs)
     for line in (*opened.summary(), *_precision_lines(config, models)):
         print(line)

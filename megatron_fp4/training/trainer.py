@@ -295,8 +295,8 @@ class Trainer:
             root = checkpointer.root
             checkpointer.sync.on_rank0("scan", lambda: refuse_to_overwrite(settings.resume, start, root))
         if resumed is not None:
-            config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
             self.load_state_dict(resumed.trainer, start)
+            config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
             self._report_changes(resumed)
         with configuration_errors():
             self.data.check_epochs(self.config.data.max_epochs)
