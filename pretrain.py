@@ -74,12 +74,19 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
                 return main(arguments, signals)
             finally:
                 leave_distributed()
-    times = TimeLedger(signals.began)
-    times.at(0, "configuration")
+    times, progress = TimeLedger(signals.began), Progress()
+    progress.observer = times.at
+    with progress.limited():  # before the first file is touched
+        return run(arguments, signals, times, progress)
+
+
+def run(arguments: list[str], signals: StopRequest, times: TimeLedger, progress: Progress) -> int:
+    """`main`, once its sections have limits."""
+    progress.at(0, "configuration")
     checks, overrides = "--check" in arguments, [argument for argument in arguments if argument != "--check"]
     run_dir = next((part.removeprefix("run.dir=") for part in overrides if part.startswith("run.dir=")), None)
     try:
-        config = configure(overrides)
+        config = configure(overrides, progress)
         if checks or config.run.dry:
             signals.decline()
             from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that a run does not need
@@ -87,7 +94,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
-        with only_run(config, times, signals) as (trainer, state):
+        with only_run(config, times, signals, progress) as (trainer, state):
             stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
             code = state.ended(*trainer.train(stops))
             signals.ignore()  # first: torchrun may already be ending the other ranks
@@ -101,9 +108,12 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         return report_ending(error, None if checks else run_dir, lambda: signals.requested)
 
 
-def configure(overrides: list[str]) -> Config:
-    """Compose and check the configuration. Raises ConfigError."""
+def configure(overrides: list[str], progress: Progress | None = None) -> Config:
+    """Compose and check the configuration. progress: gets its timeout before a file of the run is touched. Raises
+    ConfigError."""
     config = compose_config(overrides, CONFIGS)
+    if progress is not None:
+        progress.timeout_seconds = config.parallel.timeout_seconds
     check_start(config, models, data)
     if config.checkpoint.export_interval:
         last_exportable(config, plans_of(config, models))
@@ -111,18 +121,20 @@ def configure(overrides: list[str]) -> Config:
 
 
 @contextmanager
-def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
+def only_run(
+    config: Config, times: TimeLedger, signals: StopRequest, progress: Progress
+) -> Iterator[tuple[Trainer, RunState]]:
     """Inside, this process holds run.dir alone; yields the trainer and the run's state.json."""
-    run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
-    progress.observer = times.at
+    run_dir = Path(config.run.dir)
     progress.at(0, "process group")
     record_collectives(run_dir)
     mesh = join_ranks(config, models)
     logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
+    progress.at(0, "lock")
     with (
         sole_run(run_dir, lambda: signals.requested),
         RunState(run_dir, mesh.rank == 0, progress, from_scratch=config.checkpoint.resume == "never") as state,
-        progress.watched(run_dir, timeout),
+        progress.watched(run_dir),
     ):
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress, times=times)
         trainer.checkpointer.published = state.saved

@@ -42,7 +42,12 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
+<<<<<<< HEAD
 from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
+=======
+from megatron_fp4.runtime.progress import Section, process_time, state_of_process
+from megatron_fp4.training.callbacks.reporting import as_typed
+>>>>>>> da381d2f (Limits are on sections, not on system calls: a section that makes no progress ends its rank, whatever it waits for)
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
 
@@ -147,16 +152,20 @@ class Exports(Callback):
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
         """Wait for the exports of a finished run; abort them if the run was stopped. A collective in training's own
-        group, so that all ranks wait for rank 0."""
-        trainer, pause, is_announced = self.trainer, 0.02, False
-        trainer.progress.at(done, "export")
+        group, so that all ranks wait for rank 0. It is progress only while the export's process moves."""
+        self.trainer.progress.at(done, "export")
+        with self.trainer.progress.beside(Section(done, "export", self._moved, self._where)):
+            return self._wait(done, stop)
+
+    def _wait(self, done: int, stop: Callable[[], bool]) -> bool:
+        trainer, pause, is_announced, before = self.trainer, 0.02, False, -1.0
         while True:
             self._poll()
             left = [*([self._running.step] if self._running else []), *self._waiting]
-            flags = [float(bool(left)), float(done < trainer.config.train.steps or stop())]
-            agreed = torch.tensor(flags, device=trainer.mesh.device)
+            mine = [bool(left), done < trainer.config.train.steps or stop(), self._moved() or 0]
+            agreed = torch.tensor(mine, dtype=torch.float64, device=trainer.mesh.device)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-            working, stopping = agreed.tolist()
+            working, stopping, moved = agreed.tolist()
             if not working:
                 self._prune()
                 return True
@@ -167,7 +176,9 @@ class Exports(Callback):
                 steps = ", ".join(map(str, left))
                 trainer.log.console.text(f"waiting for exports of steps {steps}; a request to stop aborts them")
                 is_announced = True
-            trainer.progress.alive()
+            if moved != before:
+                trainer.progress.alive()
+            before = moved
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
@@ -186,6 +197,15 @@ class Exports(Callback):
             aborted = [step, *aborted]
         for step in aborted:
             self._failed(step, "aborted because this start ends; the next start makes it")
+
+    def _moved(self) -> float | None:
+        return None if self._running is None else process_time(self._running.process.pid)
+
+    def _where(self) -> str:
+        if self._running is None:
+            return "between two exports"
+        pid = self._running.process.pid
+        return f"process {pid} (scripts/convert.py) is {state_of_process(pid) or 'waiting'}"
 
     def due(self, step: int) -> bool:
         """Whether an export of the checkpoint after `step` steps is due; the same on all ranks."""

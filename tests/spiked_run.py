@@ -19,6 +19,7 @@ import pretrain
 from data.indexed import write_dataset
 from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.runtime.errors import DivergedError
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training import build, trainer
 from megatron_fp4.training.optimizer import optimizer_state
@@ -95,7 +96,7 @@ def spiked_run(
         mock.patch.object(trainer, "accumulate", spiking(rank, spikes, factor)),
     ):
         try:
-            with pretrain.only_run(config, TimeLedger(), StopRequest()) as (run, state):
+            with pretrain.only_run(config, TimeLedger(), StopRequest(), Progress()) as (run, state):
                 stops = StopConditions(Path(config.run.dir), 0.0, StopRequest(), active=False)
                 assert state.ended(*run.train(stops)) == 0
         except DivergedError as error:

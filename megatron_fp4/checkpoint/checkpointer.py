@@ -65,6 +65,7 @@ from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.runtime.progress import Progress, run_time, section_of
 
 logger = logging.getLogger(__name__)
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=6)
@@ -116,11 +117,10 @@ class Checkpointer:
 
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see config_diff.py. asynchronous: save in
     the background; needs `prepare`. max_failed_saves: after this many failed saves in a row the run ends. timeout: how
-    long ranks wait for each other while training waits too.
+    long ranks wait for each other while training waits too. progress: of the run.
 
     before_publish: called on rank 0, in any thread, before a checkpoint gets its final name. published: called there
     after that, with its step. needed: called there; returns the names of checkpoints that must not be removed yet.
-    alive: called while training waits for a save.
 
     origin: the checkpoint of another run that this run began from. initialized_from: the checkpoint whose weights alone
     it began from. The trainer state has both.
@@ -136,12 +136,12 @@ class Checkpointer:
         asynchronous: bool = False,
         max_failed_saves: int = 1,
         timeout: datetime.timedelta = dist.default_pg_timeout,
+        progress: Progress | None = None,
     ) -> None:
         self.root, self.keep = root, keep
         self.before_publish: Callable[[], None] = lambda: None
         self.published: Callable[[int], None] = lambda step: None
         self.needed: Callable[[], Collection[str]] = tuple
-        self.alive: Callable[[], None] = lambda: None
         self.origin: Origin | None = None
         self.initialized_from: Origin | None = None
         self.sync = RankSync(root, timeout)
@@ -152,6 +152,7 @@ class Checkpointer:
         self._max_failed, self._failed_in_a_row = max_failed_saves, 0
         self._saved_step: int | None = None  # of the save that was started last, or of the checkpoint resumed from
         self._last: tuple[Path, int] | None = None  # the checkpoint that was finished or loaded last
+        self._progress = progress or Progress()
         self._thread: threading.Thread | None = None
         self._current: SaveReport | None = None
         self._reports: list[SaveReport] = []
@@ -245,7 +246,7 @@ class Checkpointer:
             snapshot = snapshot._replace(pieces=self._staging.copy(pieces))
             # A daemon, so that a process that fails for another reason does not wait for a disk.
             self._thread = threading.Thread(
-                target=self._save, args=(snapshot, report, began), name="checkpoint", daemon=True
+                target=self._save_beside, args=(snapshot, report, began), name="checkpoint", daemon=True
             )
             self._thread.start()
             report.stall = time.perf_counter() - began
@@ -289,23 +290,28 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def _end(self) -> None:
-        """Wait until no rank saves in the background, and finish the report.
+        """Wait until no rank saves in the background, and finish the report. It is progress only while a rank's save
+        moves.
 
         It uses the process group of training, whose timeout finds a rank that is stopped or gone as soon as in a step.
         The group of the background has a longer timeout.
         """
         if self._staging is not None:
-            began, pause = time.perf_counter(), 0.001
+            began, pause, before = time.perf_counter(), 0.001, -1.0
             while True:
-                flags = torch.tensor([float(self._writing), float(self._broken)], device=self._mesh.device)
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-                writing, broken = flags.tolist()
+                thread = self._thread if self._writing else None
+                mine = [thread is not None, self._broken, run_time(thread) if thread is not None else 0]
+                flags = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device)
+                dist.all_reduce(flags)
+                writing, broken, moved = flags.tolist()
                 if broken:
                     error = self._current.error if self._current is not None else None
                     raise CheckpointError(f"the save in the background failed: {error or 'on another rank'}")
                 if not writing:
                     break
-                self.alive()
+                if moved != before:
+                    self._progress.alive()
+                before = moved
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
             if self._current is not None:
@@ -328,6 +334,10 @@ class Checkpointer:
             raise CheckpointError(f"{self._failed_in_a_row} saves in a row failed; the last: {report.error}")
 
     # The next methods run in the thread of a save in the background.
+
+    def _save_beside(self, snapshot: _Snapshot, report: SaveReport, began: float) -> None:
+        with self._progress.beside(section_of(threading.current_thread(), report.step, "save")):
+            self._save(snapshot, report, began)
 
     def _save(self, snapshot: _Snapshot, report: SaveReport, began: float) -> None:
         pauses = list(_LAST_PAUSES if snapshot.last else _PAUSES)

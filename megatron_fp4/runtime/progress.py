@@ -10,17 +10,23 @@ rank whose process on this host is stopped or gone, a rank whose file is no long
 place than the others. The diagnosis comes at half the timeout because NCCL's watchdog aborts the process without
 running Python. If a collective fails with an exception, as gloo's do, the diagnosis is added to the exception.
 
-Collectives fail after `parallel.timeout_seconds`. A disk that hangs need not make a collective fail: all ranks may read
-from it, or only the save in the background. So a rank ends itself, with the state `hung` in `state.json`, an exit code
-after which schedulers start the run again, and the system call on stderr, if
+Collectives fail after `parallel.timeout_seconds`. A disk that hangs need not make a collective fail: all ranks may wait
+for it, or only the save in the background. So each section (the work of the main thread between two calls of `at`, and
+work `beside` it) has a limit, whatever it waits for. A section moves if the kernel runs its thread or a thread of a
+pool; a thread that waits for a disk, a lock or a child process does not run. A rank ends itself, with the state `hung`
+in `state.json` and an exit code after which schedulers start the run again, if
 
-    its main thread is in one system call on a file for 0.9 of the timeout, before other ranks stop waiting for it,
-    another thread, such as that of a save, is in one for six times the timeout, while training continues,
-    its main thread shows no sign of life for six times the timeout, for any reason.
+    its main thread does not run for 0.9 of the timeout, before other ranks stop waiting for it,
+    a save in the background does not move for 5.4 times the timeout, or 0.9 if training waits for it,
+    its main thread neither begins a section nor calls `alive` for six times the timeout, even if it runs.
+
+A thread inside a function of torch computes, or waits for a device or for other ranks, whose own limits hold. So only
+the last limit counts for it, and the timeout of collectives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -30,23 +36,27 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import thread as pools
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.runtime.errors import ExitCode
 
 T = TypeVar("T")
 
 FOLDER = "ranks"
-# Multiples of `parallel.timeout_seconds`: until a rank prints a diagnosis; until it ends itself because of a system
-# call of the main thread, of another thread, or without a sign of life.
-_SPEAK, _BLOCKED, _BLOCKED_BESIDE, _WITHOUT_LIFE = 0.5, 0.9, 6.0, 6.0
+# Multiples of `parallel.timeout_seconds`: until a rank prints a diagnosis; until it ends itself because the main thread
+# does not run, because work beside it does not move, or because the main thread shows no progress.
+_SPEAK, _STILL, _STILL_BESIDE, _WITHOUT_PROGRESS = 0.5, 0.9, 5.4, 6.0
+# At most so many seconds between two looks at the sections.
+_LOOK_SECONDS = 1.0
 _STATE_SECONDS = 10.0
 _RECORD_BYTES = 1024
 # The most suspected ranks that a diagnosis describes one by one.
@@ -57,7 +67,7 @@ _OF_OTHERS = re.compile(r"gloo|nccl|timed out|timeout|connection", re.IGNORECASE
 
 class Place(NamedTuple):
     """What a rank is doing. step: as in metrics.jsonl, 0 before the first. order: the phase's number within the step,
-    the same on all ranks. since: `time.time()` of the last sign of life in this phase."""
+    the same on all ranks. since: `time.monotonic()` of the last progress in this phase."""
 
     step: int
     phase: str
@@ -65,29 +75,94 @@ class Place(NamedTuple):
     since: float
 
 
+class Section(NamedTuple):
+    """Work that has a limit. moved: a number that changes when the work moves; None if others have to move first.
+    where: says what it waits for."""
+
+    step: int
+    phase: str
+    moved: Callable[[], float | None]
+    where: Callable[[], str]
+
+
 class Progress:
-    """The place of this rank; watched and written inside `with progress.watched(...)`.
+    """The place of this rank; has limits inside `with progress.limited()`, is written inside `with progress.watched()`.
 
     observer: called with step and phase when a phase begins. on_hang: called with step and reason before the process
-    ends itself.
+    ends itself. timeout_seconds: `parallel.timeout_seconds`, once it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float = ParallelConfig().timeout_seconds) -> None:
         self.observer: Callable[[int, str], None] | None = None
-        self.place = Place(0, "start", 0, time.time())
+        self.place = Place(0, "start", 0, time.monotonic())
         self.on_hang: Callable[[int, str], None] | None = None
+        self.timeout_seconds = timeout_seconds
+        self._beside: dict[str, Section] = {}
 
     def at(self, step: int, phase: str) -> None:
         """This rank begins `phase` of `step` (as in metrics.jsonl, from 1; 0: before the first). All ranks report the
         same phases in the same order."""
         order = self.place.order + 1 if step == self.place.step else 0
-        self.place = Place(step, phase, order, time.time())
+        self.place = Place(step, phase, order, time.monotonic())
         if self.observer is not None:
             self.observer(step, phase)
 
     def alive(self) -> None:
-        """This rank makes progress within its phase."""
-        self.place = self.place._replace(since=time.time())
+        """This rank makes progress within its phase, or what it waits for does."""
+        self.place = self.place._replace(since=time.monotonic())
+
+    @contextlib.contextmanager
+    def beside(self, section: Section) -> Iterator[None]:
+        """Inside, `section` has a limit beside the main thread's."""
+        self._beside[section.phase] = section
+        try:
+            yield
+        finally:
+            del self._beside[section.phase]
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Inside, the process ends itself when a section of this thread or beside it makes no progress."""
+        end, main = threading.Event(), threading.current_thread()
+        threading.Thread(target=self._limits_loop, args=(main, end), name="limits", daemon=True).start()
+        try:
+            yield
+        finally:
+            end.set()
+
+    def _limits_loop(self, main: threading.Thread, end: threading.Event) -> None:
+        moved: dict[str, tuple[object, float]] = {}  # what each section showed last, and since when
+        looked = time.monotonic()
+        while not end.wait(interval := min(_LOOK_SECONDS, self.timeout_seconds / 20)):
+            now, timeout, (step, phase, _, since) = time.monotonic(), self.timeout_seconds, self.place
+            if now - looked > 10 * interval:  # this process was stopped, and nothing in it could move
+                moved.clear()
+                self.alive()
+                since = now
+            looked, training = now, section_of(main, step, phase)
+            for name, section in {"": training, **self._beside}.items():
+                shown = section.moved()
+                mark = (section.step, shown, since if section is training else None)
+                if shown is None or name not in moved or moved[name][0] != mark:
+                    moved[name] = mark, now
+                still, stands = now - moved[name][1], section is training or now - since >= _STILL * timeout
+                if still >= (_STILL if stands else _STILL_BESIDE) * timeout:
+                    self._end_hung(section, still)
+            if now - since >= _WITHOUT_PROGRESS * timeout:
+                self._end_hung(training, now - since)
+
+    def _end_hung(self, section: Section, seconds: float) -> None:
+        rank, where = os.environ.get("RANK", 0), _words(section.step, section.phase)
+        reason = (
+            f"rank {rank} on {socket.gethostname()} hangs {'in ' if section.step else ''}{where}: no progress for "
+            f"{seconds:.0f} s; {section.where()}"
+        )
+        print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
+        if self.on_hang is not None:  # in a thread: it writes state.json, whose disk may hang too
+            writes = threading.Thread(target=self.on_hang, args=(section.step, reason), daemon=True)
+            writes.start()
+            writes.join(_STATE_SECONDS)
+        os._exit(ExitCode.HUNG)
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
         """Yield `batches`, one for each step from `first_step` on. The phase is `data` while this rank waits for
@@ -99,9 +174,9 @@ class Progress:
                 return
             yield batch
 
-    def watched(self, run_dir: Path, timeout_seconds: float) -> _Watch:
+    def watched(self, run_dir: Path) -> _Watch:
         """A context in which this rank's place is written to `run_dir`. A collective when entered."""
-        return _Watch(self, run_dir / FOLDER, timeout_seconds)
+        return _Watch(self, run_dir / FOLDER)
 
 
 def record_collectives(run_dir: Path) -> None:
@@ -118,19 +193,16 @@ def record_collectives(run_dir: Path) -> None:
 
 
 class _Watch:
-    def __init__(self, progress: Progress, folder: Path, timeout_seconds: float) -> None:
-        self._progress, self._folder, self._timeout = progress, folder, timeout_seconds
+    def __init__(self, progress: Progress, folder: Path) -> None:
+        self._progress, self._folder, self._timeout = progress, folder, progress.timeout_seconds
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # Often enough to notice a stopped rank in time, rarely enough for a shared disk.
-        self.interval = min(max(5.0, self._world_size / 50), timeout_seconds / 20)
+        self.interval = min(max(5.0, self._world_size / 50), self._timeout / 20)
         self._start = self._error = ""
         self._diagnosed: Place | None = None
         self._end = threading.Event()
-        # Two threads: writing the place may hang with the disk, and the thread that notices this must not hang too.
-        self._threads = [
-            threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True)
-            for run in (self._progress_loop, self._limits_loop)
-        ]
+        # Not the thread of the limits: writing the place may hang with the disk.
+        self._thread = threading.Thread(target=self._progress_loop, name="progress", daemon=True)
 
     def __enter__(self) -> None:
         if self._rank == 0:
@@ -142,8 +214,7 @@ class _Watch:
         dist.broadcast_object_list(start)
         self._start = start[0]
         self._write()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -164,7 +235,7 @@ class _Watch:
         while not self._end.wait(self.interval):
             self._write()
             place = self._progress.place
-            if time.time() - place.since >= _SPEAK * self._timeout and place != self._diagnosed:
+            if time.monotonic() - place.since >= _SPEAK * self._timeout and place != self._diagnosed:
                 self._diagnosed = place
                 try:
                     self._print_diagnosis(place)
@@ -188,38 +259,17 @@ class _Watch:
         text = self.diagnosis() or "all ranks are alive: slow work, or a collective that never ends"
         print(
             f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for "
-            f"{time.time() - place.since:.0f} s (collectives fail after {self._timeout:.0f} s).\n{text}\n"
+            f"{time.monotonic() - place.since:.0f} s (collectives fail after {self._timeout:.0f} s).\n{text}\n"
             f"The stacks of all threads: {self._folder}/*.stack",
             file=sys.stderr,
             flush=True,
         )
 
-    def _limits_loop(self) -> None:
-        blocked, main = BlockedThreads(), os.getpid()
-        while not self._end.wait(self.interval):
-            for thread, call, seconds in blocked.look():
-                if seconds >= (_BLOCKED if thread == main else _BLOCKED_BESIDE) * self._timeout:
-                    self._end_hung(f"{line_of(thread)} is in the system call `{call}`", seconds)
-            seconds = time.time() - self._progress.place.since
-            if seconds >= _WITHOUT_LIFE * self._timeout:
-                self._end_hung(f"no sign of life of {line_of(main)}", seconds)
-
-    def _end_hung(self, what: str, seconds: float) -> None:
-        step, phase, _, _ = self._progress.place
-        reason = (
-            f"rank {self._rank} on {socket.gethostname()} hangs in step {step}, {phase}: {what} for {seconds:.0f} s"
-        )
-        print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
-        if self._progress.on_hang is not None:  # in a thread: it writes state.json, whose disk may hang too
-            writes = threading.Thread(target=self._progress.on_hang, args=(step, reason), daemon=True)
-            writes.start()
-            writes.join(_STATE_SECONDS)
-        os._exit(ExitCode.HUNG)
-
     def _report(self) -> Report:
         step, phase, order, since = self._progress.place
         host, pid = socket.gethostname(), os.getpid()
-        return Report(self._start, self._rank, host, pid, step, phase, order, since, time.time(), self._error)
+        seconds = time.monotonic() - since
+        return Report(self._start, self._rank, host, pid, step, phase, order, seconds, time.time(), self._error)
 
     def _write(self) -> None:
         content = json.dumps(self._report()._asdict()).ljust(_RECORD_BYTES).encode()
@@ -239,8 +289,8 @@ class _Watch:
 
 
 class Report(NamedTuple):
-    """The content of a rank's file. start: identifies the start of the run, the same on all ranks. step, phase, order,
-    since: its Place. time: of writing. error: the exception that it ended with, or ""."""
+    """The content of a rank's file. start: identifies the start of the run, the same on all ranks. step, phase, order:
+    its Place. seconds: since its last progress. time: of writing. error: the exception that it ended with, or ""."""
 
     start: str
     rank: int
@@ -249,14 +299,18 @@ class Report(NamedTuple):
     step: int
     phase: str
     order: int
-    since: float
+    seconds: float
     time: float
     error: str
 
     @property
     def where(self) -> str:
         """Its place in words."""
-        return f"step {self.step}, {self.phase}" if self.step else f"before the first step, {self.phase}"
+        return _words(self.step, self.phase)
+
+
+def _words(step: int, phase: str) -> str:
+    return f"step {step}, {phase}" if step else f"before the first step, {phase}"
 
 
 def report_path(folder: Path, rank: int) -> Path:
@@ -335,10 +389,10 @@ def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
 def _described(report: Report | None, rank: int, fault: str) -> str:
     if report is None:
         return f"  rank {rank}: it has written nothing yet, or its host is gone"
-    heard, there = max(0.0, time.time() - report.time), max(0.0, report.time - report.since)
+    heard = max(0.0, time.time() - report.time)
     return (
         f"  rank {rank} (process {report.pid} on {report.host}): {fault}; its last report, {heard:.0f} s ago: "
-        f"{report.where}, for {there:.0f} s"
+        f"{report.where}, for {report.seconds:.0f} s"
     )
 
 
@@ -362,61 +416,70 @@ def state_of_process(pid: int) -> str | None:
     return {"T": "stopped", "t": "stopped by a debugger", "Z": "gone", "X": "gone"}.get(letter)
 
 
-# What threads of this process wait for
-
-# Linux system calls that may wait for a disk or a pipe, by number.
-_CALLS = {
-    "x86_64": {0: "read", 1: "write", 2: "open", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 73: "flock"}
-    | {74: "fsync", 75: "fdatasync", 77: "ftruncate", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat"}
-    | {4: "stat", 5: "fstat", 84: "rmdir", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 316: "renameat2"},
-    "aarch64": {63: "read", 64: "write", 67: "pread64", 68: "pwrite64", 82: "fsync", 83: "fdatasync", 46: "ftruncate"}
-    | {56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 276: "renameat2", 79: "newfstatat", 80: "fstat"},
-}
-# Those whose first argument is a file descriptor.
-_OF_DESCRIPTORS = re.compile(r"p?(read|write)(64|v)?|f(data)?sync|ftruncate|flock")
+# Whether threads and processes move, and what they wait for
 
 
-class BlockedThreads:
-    """Finds threads of this process that stay in one system call on a file."""
+def section_of(thread: threading.Thread, step: int, phase: str) -> Section:
+    """`thread` works on `phase` of `step`."""
 
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, ...], float] = {}
+    def moved() -> float | None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        in_torch = frame is None or frame.f_code.co_filename.startswith(_TORCH)
+        return None if in_torch else run_time(thread)
 
-    def look(self) -> list[tuple[int, str, float]]:
-        """(native thread id, system call, seconds since an earlier look first saw it) of each. Call it regularly."""
-        now, seen, found = time.monotonic(), {}, []
-        for task in Path("/proc/self/task").glob("*"):
-            try:
-                call, signature = _file_call(task)
-            except (OSError, ValueError, IndexError):  # the thread has just ended, or the system has no such files
-                continue
-            if call:
-                key = (task.name, *signature)
-                seen[key] = self._since.get(key, now)
-                found.append((int(task.name), call, now - seen[key]))
-        self._since = seen
-        return found
+    return Section(step, phase, moved, lambda: _stacks(thread))
 
 
-def _file_call(task: Path) -> tuple[str, list[str]]:
-    """The system call on a file that a thread is in, such as `fsync /runs/a/x`, or "". Also a signature of it, which
-    changes when the thread runs."""
-    call = (task / "syscall").read_text().split()
-    switches = [line.split()[1] for line in (task / "status").read_text().splitlines() if "ctxt_switches" in line]
-    if call[0] == "-1":  # no system call; but a page fault of mapped memory waits for the disk too
-        waits = (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
-        return "a page fault" if waits else "", switches
-    name = _CALLS.get(os.uname().machine, {}).get(int(call[0]), "") if call[0] != "running" else ""
-    if _OF_DESCRIPTORS.fullmatch(name):
-        path = os.readlink(f"/proc/self/fd/{int(call[1], 16)}")
-        name = f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
-    return name, [*call, *switches]
+def run_time(thread: threading.Thread) -> float:
+    """Nanoseconds that `thread` and all threads of pools have run. On a system that does not tell, the time: then every
+    thread seems to move."""
+    threads = [thread.native_id, *(pooled.native_id for pooled, _ in _pooled())]
+    found = 0
+    for native_id in threads:
+        try:
+            found += int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[0])
+        except OSError:  # it has just ended, or the system has no such files
+            found += 0 if Path("/proc/self/schedstat").exists() else time.monotonic_ns()
+    return found
 
 
-def line_of(native_id: int) -> str:
-    """The thread's name and the line of Python that it runs."""
+def process_time(pid: int) -> float:
+    """Clock ticks that the process `pid` has run; the time on a system that does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return time.monotonic()
+    return float(fields[11]) + float(fields[12])
+
+
+_TORCH, _POOL = os.path.dirname(torch.__file__) + os.sep, pools.__file__
+
+
+def _pooled() -> Iterator[tuple[threading.Thread, FrameType]]:
+    """The threads of pools (concurrent.futures), and their innermost frames."""
+    frames = sys._current_frames()
     for thread in threading.enumerate():
-        if thread.native_id == native_id and (frame := sys._current_frames().get(thread.ident or 0)) is not None:
-            last = traceback.extract_stack(frame)[-1]
-            return f"thread {thread.name}, {last.name} in {Path(last.filename).name}:{last.lineno}"
-    return f"thread {native_id}"
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and any(each.f_code.co_filename == _POOL for each in _outwards(frame)):
+            yield thread, frame
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _stacks(thread: threading.Thread) -> str:
+    """Where `thread` and the busy threads of pools are: the innermost functions, without reading their source, whose
+    disk may hang."""
+    frames = {thread: sys._current_frames().get(thread.ident or 0)}
+    frames |= {pooled: frame for pooled, frame in _pooled() if frame.f_code.co_filename != _POOL}
+    return "; ".join(
+        f"thread {each.name} in " + " < ".join(map(_line, itertools.islice(_outwards(frame), 5)))
+        for each, frame in frames.items()
+    )
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

@@ -203,6 +203,7 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
             max_failed_saves=_MAX_FAILED_SAVES,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
+            progress=self.progress,
         )
         self.graphs = graphs_for(config, models, mesh, self.model, self.precision.linears, self.log.console.text)
         self.callbacks = list(callbacks)
@@ -447,7 +448,6 @@ class Trainer:
             what = ", ".join(self.missing)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing it now")
         self.checkpointer.before_publish = log.metrics.sync
-        self.checkpointer.alive = self.progress.alive
         log.settings(plan)
         with log, ExitStack() as stack:
             for callback in self.callbacks:

@@ -17,6 +17,7 @@ import pretrain
 from megatron_fp4.runtime import signals
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
+from tests.hangs import Hang
 from tests.programs import Program, environments_of_ranks, run_program, wait_until
 from tests.test_pretrain import ROOT, losses, records, run, small, start
 
@@ -115,48 +116,26 @@ def test_a_run_ends_though_its_process_group_hangs(small: list[str], tmp_path: P
     assert "the process group did not end within 0 s; ending without it" in done.stderr
 
 
-# pretrain.py with a system call on one rank that never returns, as on a disk that hangs.
-_HANGING = """
-import os, sys
-import pretrain
-from megatron_fp4.checkpoint import files, shards
-from megatron_fp4.runtime import progress
-from megatron_fp4.runtime.errors import run_program
-from megatron_fp4.runtime.signals import StopRequest
-
-what, rank, pipe = sys.argv[1:4]
-
-def hang(*_, **__):
-    setattr(progress, "_BLOCKED" if what == "load" else "_BLOCKED_BESIDE", 0.05)
-    os.close(os.open(pipe, os.O_WRONLY))
-
-if os.environ["RANK"] == rank:
-    if what == "save":
-        shards._HashingFile.finish = hang
-    else:
-        files.read_checked = hang
-run_program(lambda: pretrain.main(sys.argv[4:], StopRequest().listen()))
-"""
-
-
-@pytest.mark.parametrize(("what", "rank"), [("save", 1), ("load", 0)])
-def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: str, rank: int) -> None:
-    """The hang is in a save in the background, where no collective would fail, or in the load of a resume."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "program.py").write_text(_HANGING)
-    run_dir, more = tmp_path / "run", ["parallel.timeout_seconds=20", "checkpoint.interval=2", "train.steps=100000"]
-    overrides = [*small, f"run.dir={run_dir}", "data.num_workers=0"]
-    if what == "load":
-        run(1, [*overrides, "train.steps=2"])
-    command = [tmp_path / "program.py", what, str(rank), tmp_path / "pipe", *overrides, *more]
-    programs = [Program(command, environment) for environment in environments_of_ranks(2)]
-    output = programs[rank].communicate(timeout=240)[0]
-    programs[1 - rank].send_signal(signal.SIGKILL)  # as torchrun does
-    assert programs[rank].returncode == 5, output
-    found = state(run_dir)
-    assert found["state"] == "hung" and f"rank {rank} on " in found["reason"]
-    assert "is in the system call `openat`" in found["reason"] and "hang in program.py" in found["reason"]
-    assert found["reason"] in output and ("load" in found["reason"]) == (what == "load")
+@pytest.mark.parametrize(
+    "hang",
+    [
+        Hang("start", "rename"),
+        Hang("start", "readdir", ranks=2),
+        Hang("load", "read", ranks=2, victim=1),
+        Hang("load", "readdir"),
+        Hang("save", "statfs"),
+        Hang("save", "close", ranks=2),
+        Hang("background save", "fsync", ranks=2, victim=1),
+        Hang("export", "close"),
+        Hang("process of an export", "stop"),
+    ],
+    ids=str,
+)
+def test_a_disk_that_hangs_ends_the_run(tmp_path: Path, hang: Hang) -> None:
+    """In every section, with the exit code 5 and a line that names section, rank and function."""
+    result = hang.run(tmp_path)
+    assert result.code == 5, result.output
+    assert result.problems() == []
 
 
 @pytest.fixture

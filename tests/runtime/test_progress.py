@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -11,32 +10,36 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime import progress as progress_module
 from megatron_fp4.runtime.progress import (
     FOLDER,
-    BlockedThreads,
     Progress,
     Report,
     diagnose,
     read_report,
     report_path,
+    run_time,
+    section_of,
     state_of_process,
 )
-from tests.programs import environments_of_ranks, run_program, wait_until
+from tests.programs import wait_until
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 START = "now"
 HERE = {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 def report(rank: int, step: int = 5, order: int = 3, **other: object) -> Report:
     """The report of a rank on its own host that has been in one phase for a minute."""
-    since, now = time.time() - 60, time.time()
-    plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, since, now, "")
+    plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, 60.0, time.time(), "")
     return plain._replace(**other)
 
 
@@ -98,15 +101,13 @@ def test_the_rank_that_failed_first_is_named_not_those_that_waited_for_it(tmp_pa
 
 
 def test_a_hang_is_reported_once_with_its_stack(
-    mesh: ParallelMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mesh: ParallelMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of two ranks that see it, the first one reports it."""
-    for limit in ("_BLOCKED", "_BLOCKED_BESIDE", "_WITHOUT_LIFE"):  # at these the process would end
-        monkeypatch.setattr(progress_module, limit, math.inf)
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "rank_00005.json").write_text("of an earlier start")
-    progress, other = Progress(), Progress()
-    with progress.watched(tmp_path, timeout_seconds=0.4), other.watched(tmp_path, timeout_seconds=0.4):
+    progress, other = Progress(0.4), Progress(0.4)
+    with progress.watched(tmp_path), other.watched(tmp_path):
         assert not (tmp_path / FOLDER / "rank_00005.json").exists()
         progress.at(7, "a phase that hangs")
         other.at(7, "a phase that hangs")
@@ -119,67 +120,123 @@ def test_a_hang_is_reported_once_with_its_stack(
     assert "step 7, a phase that hangs" in stack and "test_a_hang_is_reported_once_with_its_stack" in stack
 
 
-# A process of one rank whose main thread, or another thread, hangs in a write or without a system call on a file.
-_HANGS = """
-import os, sys, threading, time
-from pathlib import Path
-from megatron_fp4.parallel.mesh import init_distributed
-from megatron_fp4.runtime import progress as module
-from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.run_state import RunState
+class Ending:
+    """Stands for the end of the process: what waits until `is_set` continues. printed: the lines of the ends."""
 
-folder, what, where = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.is_set, self.codes, self._capfd = threading.Event(), list[int](), capfd
+        monkeypatch.setattr(os, "_exit", self._exit)
+        monkeypatch.setenv("RANK", "3")
 
-def hang():
-    pipe = folder / "pipe"
-    descriptor = os.open(pipe, os.O_RDWR)
-    while what == "write":
-        os.write(descriptor, bytes(65536))
-    time.sleep(1000)
+    def _exit(self, code: int) -> None:
+        self.codes.append(code)
+        self.is_set.set()
+        sys.exit()  # ends the thread that watches
 
-init_distributed("cpu", 60)
-progress = Progress()
-with RunState(folder, True, progress), progress.watched(folder, 1.0):
-    progress.at(7, "save")
-    if where == "MainThread":
-        module._WITHOUT_LIFE = 1.0
-        hang()
-    module._BLOCKED_BESIDE = 1.0
-    threading.Thread(target=hang, name="checkpoint", daemon=True).start()
-    while True:
-        progress.alive()
-        time.sleep(0.05)
-"""
+    def line(self) -> str:
+        assert self.codes == [5]
+        return self._capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ending:
+    return Ending(monkeypatch, capfd)
+
+
+def wait_in_a_child(ending: Ending) -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        threading.Thread(target=lambda: (ending.is_set.wait(), child.kill())).start()
+        child.wait()
+
+
+def wait_in_a_loop(ending: Ending) -> None:
+    while not ending.is_set.is_set():
+        time.sleep(0.01)
+
+
+def wait_for_a_pool(ending: Ending) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(ending.is_set.wait).result()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("what", "thread", "call"),
-    [("write", "checkpoint", "`write {}/pipe`"), ("compute", "MainThread", "no sign of life")],
+    ("wait", "where"),
+    [
+        (lambda ending: ending.is_set.wait(), "wait (threading.py:"),
+        (wait_in_a_child, "_try_wait (subprocess.py:"),
+        (wait_in_a_loop, "wait_in_a_loop (test_progress.py:"),
+        (wait_for_a_pool, "thread ThreadPoolExecutor-"),
+    ],
 )
-def test_a_rank_that_hangs_ends_itself(tmp_path: Path, what: str, thread: str, call: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "program.py").write_text(_HANGS)
-    done = run_program([tmp_path / "program.py", str(tmp_path), what, thread], environments_of_ranks(1)[0])
-    assert done.returncode == 5, done.stderr
-    state = json.loads((tmp_path / "state.json").read_text())
-    assert (state["state"], state["step"]) == ("hung", 7)
-    for part in ("rank 0 on ", "step 7, save", call.format(tmp_path), f"thread {thread}, hang in program.py:"):
-        assert part in state["reason"] and part in done.stderr
+def test_a_section_that_makes_no_progress_ends_the_process(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Ending], object], where: str
+) -> None:
+    """Whatever it waits for, also with a loop that is busy."""
+    monkeypatch.setattr(progress_module, "_WITHOUT_PROGRESS", 2.0)
+    progress, hung = Progress(0.5), list[tuple[int, str]]()
+    progress.on_hang = lambda step, reason: hung.append((step, reason))
+    with progress.limited():
+        progress.at(7, "save")
+        wait(ending)
+    line = ending.line()
+    assert f"rank 3 on {socket.gethostname()} hangs in step 7, save: no progress for " in line and where in line
+    assert hung == [(7, hung[0][1])] and hung[0][1] in line
 
 
-def test_a_thread_that_makes_progress_is_not_blocked(tmp_path: Path) -> None:
-    """It is not reported, although each look finds it in the same call on the same file."""
-    os.mkfifo(tmp_path / "pipe")
-    descriptor, blocked = os.open(tmp_path / "pipe", os.O_RDWR), BlockedThreads()
-    done, seen = list[bytes](), list[float]()
-    reader = threading.Thread(target=lambda: [done.append(os.read(descriptor, 1)) for _ in range(6)])
-    reader.start()
-    for number in range(6):
-        wait_until(lambda: len(done) == number)  # noqa: B023
-        time.sleep(0.05)
-        seen += [seconds for thread, _, seconds in blocked.look() if thread == reader.native_id]
-        os.write(descriptor, b"x")
-    reader.join()
-    assert seen and max(seen) == 0
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_work_that_moves_has_no_end(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for a pool that works; a wait inside torch, which means for other ranks; sections; and a
+    clock on the wall that is set forward by two hours."""
+    progress = Progress(0.5)
+    later = time.time() + 7200
+    with progress.limited(), ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(time, "time", lambda: later)
+        pool.submit(lambda: [time.sleep(0.05) for _ in range(20)]).result()
+        wait = compile("lock.acquire()\nlock.acquire(timeout=1)", f"{Path(torch.__file__).parent}/a.py", "exec")
+        exec(wait, {"lock": threading.Lock()})
+        for step in range(20):
+            progress.at(step, "update")
+            threading.Event().wait(0.05)
+    assert not ending.codes
+
+
+def test_a_save_beside_training_has_a_limit_that_is_shorter_while_training_waits(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "_STILL_BESIDE", 4.0)
+    progress, begun, seconds = Progress(0.4), threading.Event(), list[float]()
+
+    def save() -> None:
+        with progress.beside(section_of(threading.current_thread(), 8, "save")):
+            begun.set()
+            ending.is_set.wait()
+
+    for trains in (True, False):
+        ending.is_set.clear(), begun.clear(), ending.codes.clear()
+        with progress.limited():
+            thread = threading.Thread(target=save, name="checkpoint")
+            thread.start()
+            assert begun.wait(60)
+            began = time.monotonic()
+            while not ending.is_set.is_set():
+                if trains:
+                    progress.alive()
+                time.sleep(0.01)
+            seconds.append(time.monotonic() - began)
+            thread.join()
+        line = ending.line()
+        assert "hangs in step 8, save" in line and "thread checkpoint in wait (threading.py:" in line
+    assert seconds[0] >= 1.6 > seconds[1]
+
+
+def test_the_time_of_a_thread_grows_only_while_it_runs() -> None:
+    go, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), end.wait()))
+    thread.start()
+    wait_until(lambda: run_time(thread) == (time.sleep(0.05), run_time(thread))[1])
+    before = run_time(thread)
+    go.set()
+    wait_until(lambda: run_time(thread) > before)
+    end.set()
+    thread.join()

@@ -21,6 +21,7 @@ from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training import build
 from megatron_fp4.training.callbacks import replicas
@@ -131,7 +132,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
         config = pretrain.configure([*overrides, f"run.dir={run_dir}"])
         for _ in range(2):
             try:
-                with pretrain.only_run(config, TimeLedger(), StopRequest()) as (trainer, _):
+                with pretrain.only_run(config, TimeLedger(), StopRequest(), Progress()) as (trainer, _):
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
             except ReplicasError as error:
                 message = str(error)
