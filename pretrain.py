@@ -10,7 +10,7 @@ file run.dir/STOP or run.max_minutes stops the run after a step, with a checkpoi
 ends it at once. Exit codes, also in run.dir/state.json:
 
     0  finished                             4  wrong numbers: a fault of hardware or kernels
-    2  refused: one line says what to fix   5  hung in a system call or a section
+    2  refused: one line says what to fix   5  hung: a section made no progress
     3  diverged: too many skipped steps     75 stopped on request, and saved
     1  anything else
 """

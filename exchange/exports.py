@@ -42,12 +42,8 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
-<<<<<<< HEAD
-from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
-=======
 from megatron_fp4.runtime.progress import Section, process_time, state_of_process
-from megatron_fp4.training.callbacks.reporting import as_typed
->>>>>>> da381d2f (Limits are on sections, not on system calls: a section that makes no progress ends its rank, whatever it waits for)
+from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,13 +214,21 @@ def export_script(call: str, run_dir: Path) -> Path:
     return path
 
 
-def matrix(folder: Path) -> Iterator[Result]:
-    """The results of all hangs."""
-    for section in PLACES:
-        for call in CALLS + (("stop",) if section == "process of an export" else ()):
-            for ranks in (1, 2):
-                hang = Hang(section, call, ranks, victim=ranks - 1 if "export" not in section else 0)
-                yield hang.run(folder / str(hang).replace(" ", "_"))
+def print_matrix(folder: Path) -> int:
+    """Run every hang in `folder`, and print a table; returns the exit code, 1 if a run does not end as it should."""
+    print("| section | call | ranks | exit code, after | what is wrong, or what the rank says |\n|---|---|---|---|---|")
+    wrong = 0
+    for section, call, ranks in itertools.product(PLACES, (*CALLS, "stop"), (1, 2)):
+        if call == "stop" and section != "process of an export":
+            continue
+        result = Hang(section, call, ranks, victim=0 if "export" in section else ranks - 1).run(
+            folder / f"{section}_{call}_{ranks}".replace(" ", "_")
+        )
+        problems = result.problems() if result.reached else []
+        wrong += bool(problems)
+        says = "; ".join(problems) or (result.line() if result.reached else "no such call")
+        print(f"| {section} | {call} | {ranks} | {result.code}, {result.seconds:.0f} s | {says} |", flush=True)
+    return 1 if wrong else 0
 
 
 def main() -> None:

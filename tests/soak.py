@@ -1,6 +1,7 @@
 """Soak test: runs that are killed, damaged or lose power at random places must end as an undisturbed run.
 
     python -m tests.soak --kills 500 --seed 1 --processes 2
+    python -m tests.soak --hangs    instead: every call on a disk that never returns, in every section (tests/hangs.py)
 
 A round is one run of a very small model, started by the same command until it is finished; every second round saves in
 the background. Each start is killed: one rank or all ranks, at one of `PLACES` or at a random moment. Now and then the
@@ -38,6 +39,7 @@ import torch
 
 from data.indexed import write_dataset
 from megatron_fp4.checkpoint import files
+from tests import hangs
 from tests.programs import environments_of_ranks, fork_server
 
 STARTS = 12  # at most so many disturbed starts in a round
@@ -465,9 +467,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hangs", action="store_true")
     options = parser.parse_args()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="soak_", dir=memory))
+    if options.hangs:
+        return hangs.print_matrix(folder)
     began = time.monotonic()
     soak = Soak(options.kills, options.seed, options.processes, folder)
     try:

@@ -19,7 +19,7 @@ from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
 from tests.hangs import Hang
 from tests.programs import Program, environments_of_ranks, run_program, wait_until
-from tests.test_pretrain import ROOT, losses, records, run, small, start
+from tests.test_pretrain import ROOT, losses, records, small, start
 
 __all__ = ["small"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
