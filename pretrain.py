@@ -46,7 +46,7 @@ from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
-from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run
+from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run, written_folders
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training.build import device_type_of, join_ranks, plans_of
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
@@ -132,7 +132,7 @@ def only_run(
     logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
     progress.at(0, "lock")
     with (
-        sole_run(run_dir, lambda: signals.requested),
+        sole_run(run_dir, lambda: signals.requested, written_folders(config)),
         RunState(run_dir, mesh.rank == 0, progress, from_scratch=config.checkpoint.resume == "never") as state,
         progress.watched(run_dir),
     ):

@@ -131,6 +131,13 @@ def test_the_check_refuses_what_a_start_would_refuse(
     assert message in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
 
 
+def test_a_link_that_leads_nowhere_is_refused(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("/nowhere")
+    message = refused(check, tmp_path / "run")
+    assert "run/checkpoints is a link to /nowhere, which is missing; mount or make that, or remove the link" in message
+
+
 def test_weights_of_another_shape_are_refused(check: Check, trained: Path, tmp_path: Path) -> None:
     assert check(trained, "train.steps=12")[-1].endswith("for the 8 steps that are left")
     wider = "model.ffn_dim=256", "checkpoint.allow_mismatch=true", "train.steps=12"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,18 +17,20 @@ from megatron_fp4.runtime.run_state import write_state
 from tests.programs import ROOT
 
 REQUEUE, LAUNCH_NODE = ROOT / "scripts" / "slurm" / "requeue.sh", ROOT / "scripts" / "launch_node.sh"
+SBATCH = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
 
 
-def decide(run_dir: Path, *arguments: str) -> tuple[bool, str]:
-    done = subprocess.run([REQUEUE, run_dir, *arguments], capture_output=True, text=True, check=False)
+def decide(run_dir: Path, *arguments: str, start: str = "17-0") -> tuple[bool, str]:
+    environment = {**os.environ, "RUN_ID": start}
+    done = subprocess.run([REQUEUE, run_dir, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1) and not done.stderr, done.stderr
     return done.returncode == 0, done.stdout
 
 
-def checkpoint(run_dir: Path, step: int) -> None:
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
+def write(run_dir: Path, monkeypatch: pytest.MonkeyPatch, state: str, start: str = "17-0", **more: Any) -> None:
+    """Write state.json as the start of that name does."""
+    monkeypatch.setenv("RUN_ID", start)
+    write_state(run_dir, state, 7, **{"reason": "", "checkpoint": 0, **more})
 
 
 @pytest.mark.parametrize(
@@ -44,34 +48,52 @@ def checkpoint(run_dir: Path, step: int) -> None:
     ],
 )
 def test_a_run_is_requeued_depending_on_its_state(
-    tmp_path: Path, state: str, reason: str, stopping: str, expected: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, stopping: str, expected: bool
 ) -> None:
     assert decide(tmp_path, "begin") == (True, "")
-    write_state(tmp_path, state, 7, reason, 0)
+    write(tmp_path, monkeypatch, state, reason=reason)
     requeued, why = decide(tmp_path, "end", stopping)
     assert requeued == expected and why.strip() and (expected or reason.partition('"')[0] in why)
 
 
-def test_crashed_runs_are_requeued_while_there_is_progress(tmp_path: Path) -> None:
+def test_crashed_runs_are_requeued_while_there_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are requeued after up to three crashes in a row without a newer checkpoint; a newer one starts the count
-    again. The state of an earlier start is ignored."""
-    write_state(tmp_path, "finished", 7, "", 0)
-    os.utime(tmp_path / "state.json", (1, 1))
+    again. The state of an earlier start is ignored. Clocks that run back do not matter."""
+    starts, saves = itertools.count(), itertools.count(1)
+    write(tmp_path, monkeypatch, "finished", start="none")
 
     def crash(new_step: int | None = None) -> bool:
-        decide(tmp_path, "begin")  # times are set, since file systems may have coarse clocks
-        os.utime(tmp_path / ".slurm_start", (2, 2))
-        for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
-            os.utime(manifest, (1, 1))
+        start = f"17-{next(starts)}"
+        assert decide(tmp_path, "begin", start=start)[0]
         if new_step is not None:
-            checkpoint(tmp_path, new_step)
-        return decide(tmp_path, "end", "0")[0]
+            write(tmp_path, monkeypatch, "running", start, checkpoint=new_step, save_index=next(saves))
+        for path, seconds in ((tmp_path / "state.json", 1), (tmp_path / ".slurm_start", 2)):
+            os.utime(path, (seconds, seconds))
+        requeued, why = decide(tmp_path, "end", "0", start=start)
+        assert new_step is None or f"had saved step_{new_step:08d}" in why
+        return requeued
 
     assert [crash(), crash(), crash(8), crash(), crash(), crash(), crash()] == [True] * 6 + [False]
-    # An incomplete checkpoint is no progress.
-    (tmp_path / "checkpoints" / "step_00000900.tmp").mkdir()
-    (tmp_path / "checkpoints" / "step_00000901").mkdir()
-    assert [crash(9), crash(), crash(), crash(), crash()] == [True, True, True, True, False]
+    assert [crash(7), crash(), crash(), crash(), crash()] == [True, True, True, True, False]
+
+
+def test_the_marks_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    (tmp_path / ".slurm_start").write_text("3\n")
+    assert decide(tmp_path, "begin")[0]
+    assert "for the fourth time" in decide(tmp_path, "end", "0")[1]
+
+
+def test_the_port_is_no_port_of_connections_and_changes_with_a_requeue() -> None:
+    """32768 and above are the kernel's, unless an administrator has changed that."""
+    (line,) = [line for line in SBATCH.read_text().splitlines() if line.startswith("MASTER_PORT=")]
+    loop = "for SLURM_JOB_ID in $(seq 1000000 97 1019999); do unset MASTER_PORT"
+    program = f"{loop}; {line}; echo $MASTER_PORT; done"
+    first, again = (
+        [int(port) for port in subprocess.check_output(["bash", "-uc", program], env={**os.environ, **more}).split()]
+        for more in ({}, {"SLURM_RESTART_COUNT": "1"})
+    )
+    assert all(1024 < port < 32768 for port in (*first, *again))
+    assert all(port != other for port, other in zip(first, again, strict=True))
 
 
 STAND_INS = {
@@ -92,14 +114,15 @@ STAND_INS = {
 }
 # Stands for --check, prove_backend.py, the all-reduce, torchrun (which fails if its worker does), and its worker.
 PYTHON = """\
-import os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 def note(text):
     with open(os.environ["FAKE"] + "/calls", "a") as calls:
         print(text, file=calls)
 def stop(number, frame):
     note("the worker was asked")
     time.sleep(0.5)
-    pathlib.Path(os.environ["RUN"], "state.json").write_text('{\\n "state": "stopped",\\n "reason": "SIGUSR1"\\n}')
+    state = {"state": "stopped", "reason": "SIGUSR1", "start": os.environ["RUN_ID"]}
+    pathlib.Path(os.environ["RUN"], "state.json").write_text(json.dumps(state, indent=1))
     os._exit(75)
 if "--check" in sys.argv:
     required = ", required" if "checkpoint.resume=required" in sys.argv else ""
@@ -202,7 +225,9 @@ def test_a_job_whose_run_has_checkpoints_must_find_one_again(cluster: Cluster) -
     """An unmounted run.dir is empty, so the job's comment records that there were checkpoints."""
     cluster.run(CRASH="1")
     assert not [line for line in cluster.calls() if "update" in line or "required" in line]
-    checkpoint(cluster.run_dir, 5)
+    folder = cluster.run_dir / "checkpoints" / "step_00000005"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
     cluster.run(CRASH="1")
     assert "scontrol update JobId=17 Comment=megatron_fp4: has checkpoints" in cluster.calls()
     (cluster.fake / "comment").write_text("megatron_fp4: has checkpoints\n")

@@ -66,6 +66,7 @@ from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress, run_time, section_of
+from megatron_fp4.runtime.run_state import save_index_in_state
 
 logger = logging.getLogger(__name__)
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=6)
@@ -120,7 +121,8 @@ class Checkpointer:
     long ranks wait for each other while training waits too. progress: of the run.
 
     before_publish: called on rank 0, in any thread, before a checkpoint gets its final name. published: called there
-    after that, with its step. needed: called there; returns the names of checkpoints that must not be removed yet.
+    after that, with its step and save index. needed: called there; returns the names of checkpoints that must not be
+    removed yet.
 
     origin: the checkpoint of another run that this run began from. initialized_from: the checkpoint whose weights alone
     it began from. The trainer state has both.
@@ -140,7 +142,7 @@ class Checkpointer:
     ) -> None:
         self.root, self.keep = root, keep
         self.before_publish: Callable[[], None] = lambda: None
-        self.published: Callable[[int], None] = lambda step: None
+        self.published: Callable[[int, int], None] = lambda step, save_index: None
         self.needed: Callable[[], Collection[str]] = tuple
         self.origin: Origin | None = None
         self.initialized_from: Origin | None = None
@@ -397,13 +399,13 @@ class Checkpointer:
         small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer.encode()}
         for name, content in small.items():
             records[name] = files.write_file(folder / name, content)
-        index = files.next_save_index(self.root)
+        index = files.next_save_index(self.root, save_index_in_state(self.root.parent))
         files.write_manifest(folder, replace(snapshot.manifest, save_index=index, files=records))
         self.before_publish()
         if self._abandoned.is_set():
             raise InterruptedError("the run ended while it was being written")
         files.publish(folder, final)
-        self.published(snapshot.manifest.step)
+        self.published(snapshot.manifest.step, index)
         try:
             if removed := files.prune(self.root, self.keep, just_made=final, needed=self.needed()):
                 logger.info("removed old checkpoints: %s", ", ".join(each.name for each in removed))
@@ -446,7 +448,7 @@ class Checkpointer:
         if resumed.folder.absolute().parent == self.root.absolute():
             self._saved_step = resumed.step
             if self._mesh.rank == 0:
-                self.published(resumed.step)
+                self.published(resumed.step, resumed.manifest.save_index)
         self._last = resumed.folder, resumed.step
         step_state.weights_version += 1
         return resumed

@@ -10,8 +10,10 @@
       step_00000400.tmp/         being written, or left over from an interrupted save or removal
       step_00000200.old/         an earlier checkpoint of this step, while it is replaced
       step_00000400.damaged/     found damaged by a start; never removed, because someone may repair it
+      step_00000400.returned/    was away while the run saved newer checkpoints of lower steps; never removed
 
-"Newest" means saved last (`save_index`), not the highest step, because a run may roll back.
+"Newest" means saved last (`save_index`), not the highest step: a run whose newest checkpoint was damaged or away
+continues from an earlier one. The index also counts checkpoints that were moved aside, and those of state.json.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class FileRecord:
 class Manifest:
     """Describes a checkpoint.
 
-    save_index: 1 for the first checkpoint made in its folder, then 2, 3, ... step: optimizer steps done. consumed_*:
+    save_index: 1 for the first checkpoint of its run, then 2, 3, ... step: optimizer steps done. consumed_*:
     training samples and tokens until then. world_size: of the job that saved it. identity: see config_diff.py. files:
     all but the manifest, by their names in the folder. weights_only: it has no optimizer state, so a run can begin from
     it, but not resume from it.
@@ -155,7 +157,8 @@ def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, Dama
             readable.append((folder, read_manifest(folder)))
         except (DamagedCheckpointError, OSError) as error:
             broken.append((folder, error))
-    return sorted(readable, key=lambda entry: -entry[1].save_index), broken
+    # Earlier versions gave an index twice, when a checkpoint came back after the run had saved another.
+    return sorted(readable, key=lambda entry: (-entry[1].save_index, -entry[1].step)), broken
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -292,21 +295,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def next_save_index(root: Path) -> int:
-    """1 + the highest save index under `root`."""
-    readable, _ = scan(root)
-    return 1 + max((manifest.save_index for _, manifest in readable), default=0)
+def next_save_index(root: Path, known: int = 0) -> int:
+    """1 + the highest save index under `root`, of checkpoints that were moved aside too. known: of an earlier save,
+    whose checkpoint may be gone."""
+    for folder in root.glob("step_*[!p]"):  # not *.tmp
+        with contextlib.suppress(DamagedCheckpointError, OSError):
+            known = max(known, read_manifest(folder).save_index)
+    return 1 + known
 
 
 def publish(staging: Path, final: Path) -> None:
     """Rename a finished folder to `final`, then point to it. An earlier folder of this name is removed last."""
     replaced = final.with_name(final.name + ".old")
-    if final.exists():
+    if os.path.lexists(final):  # perhaps a link that leads nowhere
         os.rename(final, replaced)
     try:
         os.rename(staging, final)
     except OSError:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             os.rename(replaced, final)
         raise
     try:
@@ -314,7 +320,8 @@ def publish(staging: Path, final: Path) -> None:
         write_pointer(final)
     except OSError as error:  # the checkpoint has its name, and the newest is found without a pointer
         logger.warning("%s is saved, but `%s` does not name it: %s", final, POINTER, error)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next start removes it
+        remove(replaced)
 
 
 def write_pointer(folder: Path) -> None:
@@ -340,12 +347,13 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
     return removed
 
 
-def move_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to `NAME.damaged`, or `NAME.damaged.1` and so on; returns the new path."""
-    number, target = 0, folder.with_name(f"{folder.name}.damaged")
-    while target.exists():
+def move_aside(folder: Path, why: str = "damaged") -> Path:
+    """Rename a checkpoint to `NAME.damaged`, or `NAME.damaged.1` and so on; returns the new path. why: `damaged`, or
+    `returned`."""
+    number, target = 0, folder.with_name(f"{folder.name}.{why}")
+    while os.path.lexists(target):
         number += 1
-        target = folder.with_name(f"{folder.name}.damaged.{number}")
+        target = folder.with_name(f"{folder.name}.{why}.{number}")
     os.rename(folder, target)
     sync_folder(folder.parent)
     return target

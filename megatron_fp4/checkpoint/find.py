@@ -13,9 +13,11 @@ learn it, and rank 0 names the next checkpoint.
                         later ones
     never               the caller refuses                         step 0
 
-When an intact checkpoint is loaded, newer damaged ones are moved aside and kept: `step_00000400.damaged`. A single rank
-with a faulty disk client or faulty memory may report an intact file as damaged. So rank 0 reads this file again; if it
-is intact there, the start ends with an error and nothing is moved.
+When an intact checkpoint is loaded, newer damaged ones are moved aside and kept: `step_00000400.damaged`. So is one of
+a later step that was saved before it: `step_00000400.returned`. It was away while the run went back and saved again.
+
+A single rank with a faulty disk client or faulty memory may report an intact file as damaged. So rank 0 reads this file
+again; if it is intact there, the start ends with an error and nothing is moved.
 
 With `checkpoint.initialize_from=PATH` a run begins at step 0 with only the weights of a checkpoint: the given one, the
 newest one of a given run, or an imported one. Moments, generators, precision switch, schedule and data are those of a
@@ -68,7 +70,8 @@ class Resumed:
     it).
 
     trainer: as it was passed to `Checkpointer.save`. damaged: newer checkpoints that were damaged. origin: the
-    checkpoint of another run that this run began from, if any.
+    checkpoint of another run that this run began from, if any. returned: checkpoints of later steps that were saved
+    before this one; once they are moved aside, their new names.
     """
 
     folder: Path
@@ -76,6 +79,7 @@ class Resumed:
     trainer: dict[str, Any]
     damaged: tuple[Damage, ...] = ()
     origin: Origin | None = None
+    returned: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -166,7 +170,9 @@ class Finder:
                 damaged.append(Damage(folder.name, error.reasons, unreadable=error.unreadable))
                 self._report(damaged[-1])
             else:
-                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer))
+                step = manifest.step
+                later = self.sync.on_rank0("scan", lambda: [each.name for each, it in candidates if it.step > step])  # noqa: B023
+                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer), tuple(later))
         if not damaged:
             return None
         listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
@@ -192,22 +198,23 @@ class Finder:
         if self.read_only:
             return chosen
 
-        def move() -> tuple[Damage, ...]:
+        def move() -> tuple[tuple[Damage, ...], tuple[str, ...]]:
             moved = tuple(
                 replace(each, moved_to=files.move_aside(self.root / each.name).name) for each in chosen.damaged
             )
+            returned = tuple(files.move_aside(self.root / name, "returned").name for name in chosen.returned)
             if files.read_pointer(self.root) != chosen.folder.name:
                 try:
                     files.write_pointer(chosen.folder)
                 except OSError as error:
                     logger.warning("`%s` does not name %s: %s", files.POINTER, chosen.folder.name, error)
-            return moved
+            return moved, returned
 
-        moved = self.sync.on_rank0("move damaged checkpoints aside", move)
+        moved, returned = self.sync.on_rank0("move checkpoints aside", move)
         for each in moved:
             text = f"{each.name} was moved to {self.root / each.moved_to}; resuming from {chosen.folder.name}"
             self._log(logging.ERROR, text)
-        return replace(chosen, damaged=moved)
+        return replace(chosen, damaged=moved, returned=returned)
 
     def _report(self, damage: Damage) -> None:
         self._log(logging.ERROR, f"CHECKPOINT DAMAGED: {damage.name}: {damage.problem}")
@@ -353,8 +360,9 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
         return sync.on_rank0("read it", look)
 
     found = Finder(root, sync, load, read_only=True).choose(resume)
-    start, broken = (0, ()) if found is None else (found.step, [damage.name for damage in found.damaged])
-    refuse_to_overwrite(resume, start, root, broken)
+    aside = () if found is None else (*(damage.name for damage in found.damaged), *found.returned)
+    start = 0 if found is None else found.step
+    refuse_to_overwrite(resume, start, root, aside)
     return found
 
 

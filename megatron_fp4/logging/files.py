@@ -49,13 +49,14 @@ class RecordFile:
 
     A line is in the file when `write` returns, so a killed process loses none; it is on the disk when `sync` returns.
     Lines that the disk refuses wait in memory until a later call succeeds. prepare: called before the file is opened;
-    if it raises OSError, it is called again later.
+    if it raises OSError, it is called again later. If another file replaces this one, that is logged once, and later
+    lines go to the new file.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
         self.path, self._prepare = path, prepare
         self.outage = Outage(str(path), "records wait in memory until the disk takes them")
-        self._prepared = False
+        self._prepared = self._was_replaced = False
         self._waiting, self._descriptor = bytearray(), -1
         self._lock = threading.Lock()
         with self._lock:
@@ -95,6 +96,11 @@ class RecordFile:
             if not self._prepared:
                 self._prepare()
                 self._prepared = True
+            if self._descriptor >= 0 and not self._is_at_path():
+                self._close()
+                if not self._was_replaced:
+                    logger.error("%s was replaced or removed while the run writes it; new records go there", self.path)
+                self._was_replaced = True
             if self._descriptor < 0:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             while self._waiting:  # after a partial write, the rest stays
@@ -104,6 +110,12 @@ class RecordFile:
             self.outage.failed(error)
         else:
             self.outage.worked()
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -199,7 +211,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def move_aside(path: Path) -> Path | None:
     """Rename a file or folder, if it exists, to `name.1` or the first free number; returns the new path, or None."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     number = 1
     while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):

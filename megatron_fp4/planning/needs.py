@@ -20,7 +20,6 @@ with measured ones.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +50,7 @@ from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
+from megatron_fp4.runtime.run_state import try_folder, written_folders
 from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
@@ -131,7 +131,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     place, steps = place_in_run(), config.train.steps
     if place.rank:  # under torchrun the first rank alone checks and prints
         return
-    _check_run_dir(Path(config.run.dir))
+    _check_folders(config)
     with configuration_errors():
         opened = data.open_alone(config)
         found = preview(config, run_identity(config, opened.fingerprint))
@@ -229,19 +229,15 @@ def _check_memory(config: Config, needed: int) -> None:
         )
 
 
-def _check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError unless a run could write to `run_dir`. Leaves no file there."""
-    here = run_dir.absolute()
-    while not here.exists() and here != here.parent:
-        here = here.parent
-    if not here.is_dir():
-        raise ConfigError(f"run.dir={run_dir}: {here} is a file, not a folder; choose another run.dir")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".check_", dir=here):
-            pass
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"run.dir={run_dir} cannot be written to ({why}); choose another run.dir") from error
+def _check_folders(config: Config) -> None:
+    """Raise ConfigError unless a run could write to its folders. Leaves no file there."""
+    run_dir = Path(config.run.dir)
+    for name in ("", *written_folders(config)):
+        try:
+            try_folder(run_dir, name)
+        except OSError as error:
+            why = f"{name}: {error.strerror or error}".removeprefix(": ")
+            raise ConfigError(f"run.dir={run_dir} cannot be written to ({why}); choose another run.dir") from error
 
 
 def _of_checkpoint(config: Config, start: int) -> str:

@@ -6,11 +6,18 @@ loader workers do not inherit it; and it works between hosts on network file sys
 run warns and trains without one.
 
 torchrun turns every exit code of its workers into 1, and a killed process has no exit code, so `state.json` records
-what a restart needs to know: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state: `running` or one
-of errors.ExitCode; `running` of a process that is gone means that it was killed. step: of the last save while the run
-trains, of the last step begun at its end, as in metrics.jsonl. checkpoint: the step of the newest one, 0 if the run has
-none. The first rank writes the file, and only while it holds the lock: a start that is refused because of another run
-does not touch that run's state.
+what a restart needs to know:
+
+    state           `running` or one of errors.ExitCode; `running` of a process that is gone means that it was killed
+    step            of the last save while the run trains, of the last step begun at its end, as in metrics.jsonl
+    checkpoint      the step of the newest one, 0 if the run has none
+    save_index      the highest that a checkpoint of the run got
+    reason          of the end
+    start           RUN_ID, by which a scheduler's script knows its own start
+    pid, host, time
+
+The first rank writes the file, and only while it holds the lock: a start that is refused because of another run does
+not touch that run's state.
 
 If `checkpoint` is not 0 and `checkpoints/` is empty, a disk is not mounted or a folder is lost. Then the start is
 refused (checkpoint/find.py) and does not change the file, which may be the only trace of the run.
@@ -24,8 +31,9 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,9 +41,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
 from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of, is_user_error, report_error_once
+from megatron_fp4.runtime.progress import FOLDER as RANKS
 from megatron_fp4.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -45,9 +54,37 @@ LOCK_FILE, STATE_FILE = ".lock", "state.json"
 LOCK_SECONDS = EXIT_SECONDS + 30.0
 
 
+def written_folders(config: Config) -> list[str]:
+    """The folders in run.dir that a run needs until its end."""
+    return ["checkpoints", RANKS, *(["exports"] if config.checkpoint.export_interval else [])]
+
+
+def try_folder(run_dir: Path, name: str = "", make: bool = False) -> None:
+    """Write to `run_dir`, or to the folder `name` in it, and leave nothing behind. make: make the folder if it is
+    missing; otherwise write to the next one above it that exists. Raises ConfigError for a file or a link that leads
+    nowhere; OSError."""
+    folder = run_dir / name
+    here = folder.absolute()
+    while not os.path.lexists(here):
+        here = here.parent
+    if not here.is_dir():
+        is_link = here.is_symlink()
+        what = f"a link to {os.readlink(here)}, which is missing" if is_link else "a file, not a folder"
+        remedy = "mount or make that, or remove the link" if is_link else "choose another run.dir"
+        raise ConfigError(f"run.dir={run_dir} cannot be written to: {here} is {what}; {remedy}")
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
+        here = folder
+    with tempfile.TemporaryDirectory(prefix=".check_", dir=here):
+        pass
+
+
 @contextlib.contextmanager
-def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Hold the lock of `run_dir` inside. A collective; the first rank locks.
+def sole_run(
+    run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False, folders: Sequence[str] = ()
+) -> Iterator[None]:
+    """Hold the lock of `run_dir` inside. A collective; the first rank locks. folders: names of folders in it, made
+    and written to once it is locked, because a run that cannot save should end here.
 
     If another run holds the lock, prints that and waits up to `LOCK_SECONDS`. Raises on all ranks: ConfigError if that
     run does not end, or if the folder cannot be written to; StoppedError if the first rank is asked to stop meanwhile;
@@ -58,9 +95,11 @@ def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -
     try:
         if dist.get_rank() == 0:
             try:
-                run_dir.mkdir(parents=True, exist_ok=True)
+                try_folder(run_dir, make=True)
                 descriptor = _open_lock(run_dir)
                 _acquire(descriptor, run_dir, asked_to_stop)
+                for name in folders:
+                    try_folder(run_dir, name, make=True)
             except OSError as error:
                 text = f"run.dir={run_dir} cannot be written to ({error})"
                 failed[0] = ConfigError(f"{text}; choose another") if is_user_error(error) else RuntimeError(text)
@@ -120,16 +159,16 @@ class RunState:
         self._run_dir, self._progress = run_dir, progress
         self._active = active and (from_scratch or not lost)
         self._checkpoint = 0 if lost else checkpoint_in_state(run_dir)
-        self._now = "running", 0, ""
+        self._now, self._save_index = ("running", 0, ""), 0
 
     def __enter__(self) -> RunState:
         self._write(*self._now)
         self._progress.on_hang = self._hung
         return self
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, save_index: int) -> None:
         """Record that the checkpoint of `step` is the newest; on the first rank, from any thread."""
-        self._checkpoint = step
+        self._checkpoint, self._save_index = step, save_index
         state, begun, reason = self._now
         self._write(state, max(begun, step), reason)
 
@@ -158,16 +197,18 @@ class RunState:
     def _write(self, state: str, step: int, reason: str) -> None:
         self._now = state, step, reason
         if self._active:
-            write_state(self._run_dir, state, step, reason, self._checkpoint)
+            write_state(self._run_dir, state, step, reason, self._checkpoint, self._save_index)
 
 
-def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkpoint: int) -> None:
-    """Replace `state.json` of `run_dir`. Logs a warning if the disk refuses it."""
+def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkpoint: int, save_index: int = 0) -> None:
+    """Replace `state.json` of `run_dir`; a higher save index stays. Logs a warning if the disk refuses it."""
     record = {
         "state": state,
         "step": step,
         "checkpoint": checkpoint,
+        "save_index": max(save_index, save_index_in_state(run_dir)),
         "reason": reason,
+        "start": os.environ.get("RUN_ID", ""),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -193,6 +234,12 @@ def checkpoint_in_state(run_dir: Path) -> int:
     """The step of the newest checkpoint of the run in `run_dir`, from `state.json`; 0 if there is none."""
     saved = read_state(run_dir).get("checkpoint")
     return saved if isinstance(saved, int) else 0
+
+
+def save_index_in_state(run_dir: Path) -> int:
+    """The highest save index that a checkpoint of the run got, from `state.json`; 0 if there is none."""
+    index = read_state(run_dir).get("save_index")
+    return index if isinstance(index, int) else 0
 
 
 def has_lost_checkpoints(run_dir: Path) -> bool:

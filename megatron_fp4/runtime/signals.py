@@ -38,6 +38,8 @@ SECOND_AFTER = 5.0
 PRINTING_OPTIONS = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 LOOK_EVERY = 1.0
+# How often a scheduler or torchrun has started the run again.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -163,14 +165,16 @@ class StopConditions:
     """What this rank is asked to do: by signals and, on the first rank (`active`), by files and `run.max_minutes`.
 
     max_minutes: since the process began; 0: no limit. A STOP file that exists at the start was meant for an earlier
-    run, and is removed.
+    run, and is removed, unless a scheduler or torchrun started this one again by itself: it was made in between.
     """
 
     def __init__(self, run_dir: Path, max_minutes: float, signals: StopRequest, active: bool) -> None:
         self._run_dir, self._max_minutes, self._signals, self._active = run_dir, max_minutes, signals, active
         self._looked = -LOOK_EVERY
         self._files: set[str] = set()
-        if active and (run_dir / STOP_FILE).exists():
+        self._folder = _identity(run_dir)
+        is_again = any(int(os.environ.get(name) or 0) for name in _RESTARTS)
+        if active and not is_again and (run_dir / STOP_FILE).exists():
             self._remove(STOP_FILE)
             log.warning("removed %s: it was there before this start, so it was for an earlier run", run_dir / STOP_FILE)
 
@@ -196,7 +200,7 @@ class StopConditions:
         return f"the file {STOP_FILE}" if STOP_FILE in self._files else None
 
     def saved(self) -> None:
-        """A checkpoint was saved after the step that carried the requests: remove their files."""
+        """What was requested is done, and a checkpoint saved: remove the files of requests."""
         for name in self._files:
             self._remove(name)
         self._files.discard(SAVE_FILE)  # a request to stop stays
@@ -205,9 +209,25 @@ class StopConditions:
         if self._active and time.monotonic() - self._looked >= LOOK_EVERY:
             self._files |= {name for name in (STOP_FILE, SAVE_FILE) if (self._run_dir / name).exists()}
             self._looked = time.monotonic()
+            if (folder := _identity(self._run_dir)) != self._folder:
+                self._folder = folder
+                log.error(
+                    "run.dir=%s was moved, removed or replaced while the run trains: what it writes from now on is not "
+                    "where the rest is, and no lock guards it; stop the run, and put both together",
+                    self._run_dir,
+                )
 
     def _remove(self, name: str) -> None:
         try:
             (self._run_dir / name).unlink(missing_ok=True)
         except OSError as error:
             log.warning("could not remove %s: %s", self._run_dir / name, error)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Differs if another folder is at `path`; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -234,6 +234,7 @@ class Trainer:
                 if stop:
                     break
             if stop:
+                stops.saved()
                 self.log.stop(done, stops.why_stop)
             finished = self._finish(done, stops) and not stop
         self.progress.at(done, "end")
@@ -467,6 +468,12 @@ class Trainer:
         for damage in resumed.damaged:
             line = f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step "
             self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
+        for name in resumed.returned:
+            line = (
+                f"{name.partition('.')[0]} was away and has come back: the run has since gone on from an earlier step, "
+                f"so it is kept as {name}, and training resumes from step {start}, which was saved last"
+            )
+            self.log.found("returned", [line], moved_to=name)
         if saved and (changes := config_diff.configuration_changes(saved, self.config)):
             lines = config_diff.change_lines(changes)
             lines += config_diff.consequences(saved, self.config, switch, start)

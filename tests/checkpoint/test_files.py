@@ -80,6 +80,23 @@ def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     assert files.next_save_index(tmp_path) == 4
 
 
+def test_equal_save_indexes_of_earlier_versions_do_not_tie(tmp_path: Path) -> None:
+    for step, index in ((300, 2), (350, 3), (400, 3)):
+        make(tmp_path, step, index)
+    assert [manifest.step for _, manifest in files.scan(tmp_path)[0]] == [400, 350, 300]
+    files.move_aside(tmp_path / "step_00000400")
+    assert files.next_save_index(tmp_path) == 4 and files.next_save_index(tmp_path, known=7) == 8
+
+
+def test_a_link_that_leads_nowhere_is_replaced_by_the_checkpoint_of_its_name(tmp_path: Path) -> None:
+    for suffix in ("", ".damaged"):
+        (tmp_path / f"step_00000200{suffix}").symlink_to(tmp_path / "nowhere")
+    files.publish(make(tmp_path, 200, 1, ".tmp"), tmp_path / "step_00000200")
+    assert files.read_manifest(tmp_path / "step_00000200").step == 200
+    assert files.move_aside(tmp_path / "step_00000200").name == "step_00000200.damaged.1"
+    assert names(tmp_path) == ["latest", "step_00000200.damaged", "step_00000200.damaged.1"]
+
+
 def test_prune_keeps_the_newest_the_one_of_the_pointer_and_damaged_ones(tmp_path: Path) -> None:
     for index in range(1, 6):
         make(tmp_path, 100 * index, index)

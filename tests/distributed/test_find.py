@@ -75,6 +75,34 @@ def test_a_damaged_checkpoint_is_reported_and_the_run_resumes_from_the_previous_
     assert (root / "latest").read_text() == f"{SECOND}\n"
 
 
+@pytest.mark.parametrize("index_is_known", [True, False])
+def test_a_checkpoint_that_comes_back_does_not_win_over_what_was_saved_since(
+    root: Path, tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, index_is_known: bool
+) -> None:
+    """The newest one is moved away, the run goes back and saves, and the other returns. index_is_known: by state.json;
+    otherwise the run knows it only by the name under which the newest was moved."""
+
+    def job() -> Job:
+        one = Job(root, mesh)
+        if index_is_known:
+            one.checkpointer.published = lambda step, index: write_state(tmp_path, "running", step, "", step, index)
+        return one
+
+    first = job()
+    first.save(5)
+    away = root / "step_00000005.damaged" if not index_is_known else tmp_path / "away"
+    shutil.move(root / "step_00000005", away)
+    second = job()
+    assert second.resume() == 3
+    second.save(4)
+    shutil.move(away, root / "step_00000005")
+    for _ in range(2):
+        assert job().resume() == 4
+        refuse_to_overwrite("auto", 4, root)
+    assert names(root) == ["latest", *(f"step_0000000{step}" for step in (1, 2, 3, 4)), "step_00000005.returned"]
+    assert files.read_manifest(root / "step_00000004").save_index == 5
+
+
 def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: ParallelMesh) -> None:
     manifest = files.read_manifest(root / NEWEST)
     files.write_manifest(root / NEWEST, dataclasses.replace(manifest, format=files.FORMAT + 1))

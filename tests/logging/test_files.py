@@ -36,6 +36,23 @@ def test_a_killed_process_loses_no_line_that_was_written(tmp_path: Path) -> None
     assert done.returncode == -signal.SIGKILL and steps(tmp_path / "records") == list(range(100))
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_of_records_that_is_replaced_or_removed_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, replaced: bool
+) -> None:
+    """An editor and rsync put a new file there, for example."""
+    path = tmp_path / "records"
+    file = RecordFile(path)
+    for step in (1, 2, 3):
+        file.write(line(step))
+        if step < 3:
+            (tmp_path / "new").write_text(f"{line(9)}\n")
+            (tmp_path / "new").replace(path) if replaced else path.unlink()
+    file.close()
+    assert steps(path) == ([9, 3] if replaced else [3])
+    assert caplog.text.count("was replaced or removed while the run writes it") == 1
+
+
 def test_records_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,12 +119,9 @@ def test_a_run_ends_though_its_process_group_hangs(small: list[str], tmp_path: P
 @pytest.mark.parametrize(
     "hang",
     [
-        Hang("start", "rename"),
         Hang("start", "readdir", ranks=2),
         Hang("load", "read", ranks=2, victim=1),
-        Hang("load", "readdir"),
         Hang("save", "statfs"),
-        Hang("save", "close", ranks=2),
         Hang("background save", "fsync", ranks=2, victim=1),
         Hang("export", "close"),
         Hang("process of an export", "stop"),

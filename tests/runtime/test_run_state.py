@@ -18,7 +18,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime import run_state
 from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
+from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, try_folder, write_state
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import Program, wait_until
 from tests.training.harness import launch
@@ -105,12 +105,33 @@ def test_folders_and_disks_that_fail(
     assert "has no locks" in caplog.text and "could not write" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints", "exports"])
+def test_a_folder_that_leads_nowhere_ends_the_start(mesh: ParallelMesh, tmp_path: Path, name: str) -> None:
+    """A run would train to its end to lose everything. `--check` finds it too, and makes no folder."""
+    run_dir, link = tmp_path / "run", (tmp_path / "run" / name).absolute()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "unmounted")
+    refusal = (
+        f"run.dir={run_dir} cannot be written to: {link} is a link to {tmp_path}/unmounted, which is missing; mount"
+    )
+    with pytest.raises(ConfigError, match=refusal), sole_run(run_dir, folders=["checkpoints", "exports"]):
+        pytest.fail("in no folder")
+    with pytest.raises(ConfigError, match=refusal):
+        try_folder(run_dir, name)
+    (tmp_path / "unmounted").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    try_folder(run_dir, "checkpoints")
+    assert sorted(tmp_path.rglob("*")) == before
+    with sole_run(run_dir, folders=["checkpoints", "exports"]):
+        assert [*run_dir.glob("*/*")] == [] and (run_dir / "checkpoints").is_dir() and (run_dir / "exports").is_dir()
+
+
 def test_the_state_of_a_start_until_its_end(mesh: ParallelMesh, tmp_path: Path) -> None:
     progress = Progress()
     with RunState(tmp_path, True, progress) as kept:
         assert state(tmp_path)["state"] == "running" and state(tmp_path)["pid"] == os.getpid()
         (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
-        kept.saved(5)
+        kept.saved(5, 3)
         assert (state(tmp_path)["state"], state(tmp_path)["step"], state(tmp_path)["checkpoint"]) == ("running", 5, 5)
         assert kept.ended(ExitCode.STOPPED, 7, "the file STOP") == 75
     assert state(tmp_path)["state"] == "stopped" and state(tmp_path)["step"] == 7

@@ -139,3 +139,29 @@ def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(
     first.saved()
     assert not (tmp_path / "STOP").exists()
     assert first.stop and first.why_stop == "the file STOP"  # the request stays
+
+
+@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_stop_file_that_was_made_while_a_job_waited_for_its_restart_is_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    (tmp_path / "STOP").touch()
+    conditions = StopConditions(tmp_path, 0.0, StopRequest(), active=True)
+    assert conditions.why_stop == "the file STOP"
+    conditions.saved()
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_a_folder_that_is_replaced_during_a_run_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    conditions = StopConditions(run_dir, 0.0, StopRequest(), active=True)
+    assert not conditions.stop and not caplog.text
+    run_dir.rename(tmp_path / "moved")
+    run_dir.mkdir()
+    assert not conditions.stop and not conditions.stop
+    assert caplog.text.count(f"run.dir={run_dir} was moved, removed or replaced while the run trains") == 1
