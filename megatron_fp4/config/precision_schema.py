@@ -80,12 +80,16 @@ class Bf16BlocksConfig:
     """Which linears stay in BF16 although the recipe is quantized."""
 
     first: AtLeastZero = 0
-    last: AtLeastZero = 0
-    """blocks counted from each end of the pattern."""
+    last: AtLeastZero | None = 0
+    """blocks counted from each end of the pattern; null: the last 15% of the blocks, rounded up."""
     names: list[str] = field(default_factory=list)
     """shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`."""
     file: PathText | None = None
     """a plan file (YAML with a list under `bf16`), such as `scripts/analyze_precision.py` writes."""
+
+    def num_last(self, num_blocks: int) -> int:
+        """`last` in a model of `num_blocks` blocks."""
+        return -(-15 * num_blocks // 100) if self.last is None else self.last
 
 
 @dataclass(frozen=True, config=STRICT)

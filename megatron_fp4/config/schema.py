@@ -53,8 +53,8 @@ class Bf16BlocksDefault:
     """How many blocks at each end of the pattern a recipe keeps in BF16 (paper, appendix A). A character is a block."""
 
     first: AtLeastZero = 0
-    last: AtLeastZero = 0
-    """blocks at the beginning and at the end."""
+    last: AtLeastZero | None = None
+    """blocks at the beginning and at the end; null: the last 15%, rounded up, as in the paper's 8B."""
 
 
 @dataclass(frozen=True, config=STRICT)

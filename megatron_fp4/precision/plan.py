@@ -253,8 +253,9 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
     """Why a linear stays in BF16; empty if it does not."""
-    first, last = shape.block < bf16.first, shape.block >= num_blocks - bf16.last
-    for end, included, count in (("first", first, bf16.first), ("last", last, bf16.last)):
+    num_last = bf16.num_last(num_blocks)
+    first, last = shape.block < bf16.first, shape.block >= num_blocks - num_last
+    for end, included, count in (("first", first, bf16.first), ("last", last, num_last)):
         if included:
             return f"block {shape.block} is " + (f"one of the {end} {count}" if count > 1 else f"the {end}")
     for pattern in bf16.names:

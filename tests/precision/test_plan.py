@@ -11,6 +11,7 @@ from megatron_fp4.config.precision_schema import (
     SecondOperandConfig,
     WgradConfig,
 )
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.logging.console import plan_table
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PrecisionController, build_plan
@@ -64,6 +65,21 @@ def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
     first = {f"0.{name}": ("bf16", "block 0 is the first") for name in ("in_proj", "out_proj")}
     assert not_by_the_run(plan) == first | LAST
     assert plan.num_quantized == 6
+
+
+def test_an_own_model_keeps_its_last_blocks_in_bf16():
+    """15% of them, rounded up, unless its file says otherwise."""
+    model = composed("model.nvfp4_bf16_blocks={first: 0, last: null}", "precision=nvfp4").precision.bf16_blocks
+    assert model.last is None and {n: model.num_last(n) for n in (1, 6, 20, 52, 62)} == {
+        1: 1,
+        6: 1,
+        20: 3,
+        52: 8,
+        62: 10,
+    }
+    assert ModelConfig().nvfp4_bf16_blocks.last is None
+    reasons = {name: reason for name, (_, reason) in not_by_the_run(plan_of(Bf16BlocksConfig(last=None))).items()}
+    assert reasons == {"5.up_proj": "block 5 is the last", "5.down_proj": "block 5 is the last"}
 
 
 def test_exceptions_have_recipes_of_their_own():

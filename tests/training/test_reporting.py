@@ -4,15 +4,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from data.indexed import write_dataset
 from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.training.callbacks import reporting
 from megatron_fp4.training.callbacks.reporting import LiveReport, dtype_fact, peak_of
 from tests.logging.test_page import write_run
 from tests.programs import wait_until
+from tests.spiked_run import FAST, printed_by
+from tests.test_pretrain import SMALL
 
 
 @pytest.mark.slow
@@ -35,6 +39,15 @@ def test_the_page_is_rewritten_beside_the_run(tmp_path: Path, monkeypatch: pytes
     assert len(started) == 2
     live.close()
     assert started[1].returncode == -9
+
+
+def test_steps_without_a_counted_target_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "tokens", np.arange(6000).reshape(6000, 1) % 512, np.uint16)  # documents of one token
+    phases = "data.phases=[{name: main, fraction: 1.0, blend: {only: 1}}]"
+    source = ["data=indexed", f"data.sources={{only: {tmp_path}/tokens}}", phases]
+    masked = ["data.documents=masked", "data.boundary_loss=false", "train.steps=3", f"run.dir={tmp_path}/run"]
+    printed = printed_by([*SMALL, *FAST, *source, *masked], capsys, 0)
+    assert printed.count("no target of this step counts") == 1
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,10 @@ class Banner(Callback):
 
 
 class Records(Callback):
-    """Writes a step's loss, speed and position in the data to metrics.jsonl and the console."""
+    """Writes a step's loss, speed and position in the data to metrics.jsonl and the console, and says once if no target
+    of a step counts."""
+
+    _warned = False
 
     def after_step(self, step: Step) -> None:
         trainer = self.trainer
@@ -109,6 +112,14 @@ class Records(Callback):
         length = trainer.data.phases.span(step.index).sequence_length or config.train.sequence_length
         flops = trainer.models.training_flops_per_token(config.model, length)
         tflops, peak = flops * rate / trainer.mesh.world_size / 1e12, peak_tflops(device)
+        if step.result.loss == step.result.grad_norm == 0 and not self._warned:
+            self._warned = True
+            log.metrics.event(step.done, "no_targets")
+            log.console.event(
+                step.done,
+                "WARNING: no target of this step counts, so nothing was learned: with data.boundary_loss=false, "
+                "documents of one token have none",
+            )
         due = log.active and step.done % config.logging.interval == 0
         first = log.active and step.index == log.console.start_step
         log.step(
