@@ -54,3 +54,18 @@ def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
     codes, scales = quantize_rows(rounded, all_blocks, all_maxima, amax)
     values = unpack_rows(codes.cuda(), scales.cuda(), all_blocks)
     assert torch.equal(values.cpu(), unpack_rows(codes, scales, all_blocks)), what
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_that_are_not_finite(form: str) -> None:
+    """Scales and values are the reference's; codes do not matter if their scale is NaN."""
+    w, blocks = normal(96, 96).bfloat16(), RowBlocks(form, 96, 96, 0, 96)
+    w[3, 5], w[40, 70] = float("inf"), float("nan")
+    amax = w.abs().amax().float() if form == "nvfp4" else None
+    maxima = block_maxima(w, blocks)
+    assert torch.equal(block_maxima(w.cuda(), blocks).cpu().nan_to_num(-1.0), maxima.nan_to_num(-1.0))
+    expected = quantize_rows(w, blocks, maxima, amax)
+    found = quantize_rows(w.cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda())
+    assert torch.equal(found[1].cpu(), expected[1])
+    values, others = unpack_rows(*found, blocks).cpu(), unpack_rows(*expected, blocks)
+    assert torch.equal(values.nan_to_num(-1.0), others.nan_to_num(-1.0)) and values.isnan().any()

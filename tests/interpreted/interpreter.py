@@ -311,6 +311,7 @@ def install() -> None:
     # One patch of Triton's language, here, instead of one for each launch and each call of a function.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     tl.multiple_of = tl.core.multiple_of = multiple_of
+    tl.tensor.__index__ = lambda self: int(self.handle.data.item())  # Triton 3.6's needs an older NumPy
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -1,4 +1,5 @@
-"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which defines terms.
+"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which defines terms
+and names the exception.
 
     maxima     a part's rows -> the largest magnitude of each block, [row blocks, columns / BLOCK]
     quantize   a part's rows and the maxima -> codes and scales
