@@ -74,7 +74,7 @@ STEPS = (
     tests("Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
     tests("the backend torch", "test_torch_backend"),
     tests("models", "test_model_kernels", needs=FUSED),
-    tests("deterministic attention", "test_tiled_attention"),
+    tests("deterministic attention, the loss", "test_tiled_attention", "test_cross_entropy"),
     tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
     tests("gathered codes, reproducible sums", "test_gathered_codes", "test_exact_norm", "test_reproducible"),
     tests("messages of tensor parallelism", "test_tensor_parallel", gpus=2),
