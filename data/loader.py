@@ -137,14 +137,15 @@ class MicroBatchLoader:
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step. The workers run until
-        the iterator ends or is closed. Raises LoaderError if a worker dies or is too slow, and what reading raises."""
+        the iterator ends or is closed. Raises LoaderError if a worker dies, TimeoutError if none delivers in time, and
+        what reading raises."""
         with contextlib.closing(self._batches(start_step, end_step)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
                 try:
                     batch = list(itertools.islice(batches, self.num_micro_batches(step)))
-                except LoaderError as error:
-                    raise LoaderError(
+                except (LoaderError, TimeoutError) as error:
+                    raise type(error)(
                         f"no data for step {step + 1} (data-parallel rank {self.rank}, host {socket.gethostname()}, "
                         f"data.num_workers={self.num_workers}): {error}"
                     ) from error

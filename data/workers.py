@@ -66,7 +66,7 @@ def stack_rows(rows: Sequence[Window]) -> Window:
 
 
 class LoaderError(RuntimeError):
-    """A loader worker died, or none delivered in time."""
+    """A loader worker died."""
 
 
 T = TypeVar("T")
@@ -107,13 +107,13 @@ class Prefetcher(Generic[T]):
             self._ask()
 
     def next(self, timeout_seconds: float) -> T:
-        """The next result. Waits up to timeout_seconds (0: without limit). Raises LoaderError with the state of each
-        worker, or what reading raised in a worker."""
+        """The next result. Waits up to timeout_seconds (0: without limit), then raises TimeoutError with the state of
+        each worker. Raises LoaderError, or what reading raised in a worker."""
         try:
             made = self._made.get(timeout=timeout_seconds or None)
         except queue.Empty:
             states = "; ".join(f"{worker} {worker.state()}" for worker in self._workers)
-            raise LoaderError(
+            raise TimeoutError(
                 f"nothing for {timeout_seconds:.0f} s: {states}; a worker that runs waits for a slow disk: use a "
                 "faster one, or raise parallel.timeout_seconds"
             ) from None

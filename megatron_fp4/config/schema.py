@@ -396,8 +396,8 @@ class ParallelConfig:
     on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay."""
     timeout_seconds: Seconds = 600
     """after which a hanging collective aborts the run; at half of it, the run prints which rank holds it up. Ranks also
-    wait in a collective while the first rank tunes kernels. Loader workers that deliver nothing for four fifths of it
-    end the run too, and so does a section (a load, a save, a step) that stands still for nine tenths."""
+    wait in a collective while the first rank tunes kernels. A section (a load, a save, a step) that stands still for
+    nine tenths of it ends the run too, and so do loader workers that deliver nothing for four fifths."""
     gpu: Literal["h100", "h200", "b200", "gb200", "gb300", "rtx_pro_6000"] | None = None
     """the GPU that `run.dry=true` and `--check` plan for (null: an H100, or a B200 if `precision.backend` needs tensor
     cores for 4 bits; then memory has no limit)."""

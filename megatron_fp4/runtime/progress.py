@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as pools
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -147,30 +147,34 @@ class Progress:
                     moved[name] = mark, now
                 still, stands = now - moved[name][1], section is training or now - since >= _STILL * timeout
                 if still >= (_STILL if stands else _STILL_BESIDE) * timeout:
-                    self._end_hung(section, still)
+                    self._end_hung(section.step, section.phase, still, section.where())
             if now - since >= _WITHOUT_PROGRESS * timeout:
-                self._end_hung(training, now - since)
+                self._end_hung(step, phase, now - since, training.where())
 
-    def _end_hung(self, section: Section, seconds: float) -> None:
-        rank, where = os.environ.get("RANK", 0), _words(section.step, section.phase)
-        reason = (
-            f"rank {rank} on {socket.gethostname()} hangs {'in ' if section.step else ''}{where}: no progress for "
-            f"{seconds:.0f} s; {section.where()}"
-        )
+    def _end_hung(self, step: int, phase: str, seconds: float, why: str) -> NoReturn:
+        rank = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        place = f"{'in ' if step else ''}{_words(step, phase)}"
+        reason = f"{rank} hangs {place}: no progress for {seconds:.0f} s; {why}"
         print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
         if self.on_hang is not None:  # in a thread: it writes state.json, whose disk may hang too
-            writes = threading.Thread(target=self.on_hang, args=(section.step, reason), daemon=True)
+            writes = threading.Thread(target=self.on_hang, args=(step, reason), daemon=True)
             writes.start()
             writes.join(_STATE_SECONDS)
         os._exit(ExitCode.HUNG)
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
         """Yield `batches`, one for each step from `first_step` on. The phase is `data` while this rank waits for
-        one."""
+        one. A TimeoutError of a run's batches ends the process."""
         iterator = iter(batches)
         for step in itertools.count(first_step):
             self.at(step, "data")
-            if (batch := next(iterator, None)) is None:
+            try:
+                batch = next(iterator, None)
+            except TimeoutError as error:
+                if self.on_hang is None:
+                    raise
+                self._end_hung(step, "data", time.monotonic() - self.place.since, str(error))
+            if batch is None:
                 return
             yield batch
 

@@ -175,13 +175,13 @@ def test_closing_a_loader_leaves_nothing() -> None:
 
 
 def test_a_rank_ends_though_its_worker_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that waits for a broken disk cannot be killed. The rank then raises LoaderError."""
+    """A worker that waits for a broken disk cannot be killed. The rank then raises TimeoutError."""
     monkeypatch.setattr("data.workers._EXIT_SECONDS", 0.2)
     loader = a_loader(SlowStream(seconds=60))
     loader.timeout_seconds = 1
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        with pytest.raises(LoaderError, match=r"no data for step 1 .*nothing for 1 s"):
+        with pytest.raises(TimeoutError, match=r"no data for step 1 .*nothing for 1 s"):
             next(loader.steps(0, 1))
     for pid in loader.worker_pids:
         # It may have ended by itself, if it had not begun to read, and the loader's thread may reap it first.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,6 +182,20 @@ def test_a_section_that_makes_no_progress_ends_the_process(
     line = ending.line()
     assert f"rank 3 on {socket.gethostname()} hangs in step 7, save: no progress for " in line and where in line
     assert hung == [(7, hung[0][1])] and hung[0][1] in line
+
+
+def test_data_that_does_not_come_in_time_ends_a_run(ending: Ending) -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        raise TimeoutError("nothing for 480 s: worker 0 waits for a disk")
+
+    progress = Progress()
+    with pytest.raises(TimeoutError):  # not in a run
+        list(progress.loading(batches(), 7))
+    progress.on_hang = lambda step, reason: None
+    with pytest.raises(SystemExit):
+        list(progress.loading(batches(), 7))
+    assert "rank 3 on " in (line := ending.line()) and "in step 8, data" in line and "worker 0 waits" in line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
