@@ -21,7 +21,8 @@ in `state.json` and an exit code after which schedulers start the run again, if
     its main thread neither begins a section nor calls `alive` for six times the timeout, even if it runs.
 
 A thread inside a function of torch computes, or waits for a device or for other ranks, whose own limits hold. So only
-the last limit counts for it, and the timeout of collectives.
+the last limit counts for it, and the timeout of collectives. A call that keeps Python's lock for ever (a page fault of
+mapped memory, for example) stops this thread too; nothing here sees it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.config.schema import ParallelConfig
+from megatron_fp4.precision import messages
 from megatron_fp4.runtime.errors import ExitCode
 
 T = TypeVar("T")
@@ -155,11 +157,15 @@ class Progress:
         rank = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
         place = f"{'in ' if step else ''}{_words(step, phase)}"
         reason = f"{rank} hangs {place}: no progress for {seconds:.0f} s; {why}"
-        print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
-        if self.on_hang is not None:  # in a thread: it writes state.json, whose disk may hang too
-            writes = threading.Thread(target=self.on_hang, args=(step, reason), daemon=True)
-            writes.start()
-            writes.join(_STATE_SECONDS)
+
+        def say() -> None:
+            print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
+            if self.on_hang is not None:
+                self.on_hang(step, reason)
+
+        saying = threading.Thread(target=say, daemon=True)  # stderr and state.json may be on a disk that hangs too
+        saying.start()
+        saying.join(_STATE_SECONDS)
         os._exit(ExitCode.HUNG)
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
@@ -428,8 +434,8 @@ def section_of(thread: threading.Thread, step: int, phase: str) -> Section:
 
     def moved() -> float | None:
         frame = sys._current_frames().get(thread.ident or 0)
-        in_torch = frame is None or frame.f_code.co_filename.startswith(_TORCH)
-        return None if in_torch else run_time(thread)
+        for_others = frame is None or frame.f_code.co_filename.startswith(_FOR_OTHERS)
+        return None if for_others else run_time(thread)
 
     return Section(step, phase, moved, lambda: _stacks(thread))
 
@@ -456,7 +462,9 @@ def process_time(pid: int) -> float:
     return float(fields[11]) + float(fields[12])
 
 
-_TORCH, _POOL = os.path.dirname(torch.__file__) + os.sep, pools.__file__
+# Files whose functions wait for a device or for other ranks.
+_FOR_OTHERS = (os.path.dirname(torch.__file__) + os.sep, messages.__file__)
+_POOL = pools.__file__
 
 
 def _pooled() -> Iterator[tuple[threading.Thread, FrameType]]:
