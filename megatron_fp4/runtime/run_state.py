@@ -75,8 +75,8 @@ def try_folder(run_dir: Path, name: str = "", make: bool = False) -> None:
     if make:
         folder.mkdir(parents=True, exist_ok=True)
         here = folder
-    with tempfile.TemporaryDirectory(prefix=".check_", dir=here):
-        pass
+    with tempfile.TemporaryFile(dir=here) as file:  # without a name, which a killed process would leave
+        file.write(b"x")
 
 
 @contextlib.contextmanager
