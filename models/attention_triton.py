@@ -119,18 +119,30 @@ def _visible(m, n, begin, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The bounds of the three parts of the keys of the tile of queries that begins at `first`: in the first part some
-    queries do not see keys of earlier documents, in the second all see all keys, in the third they see keys up to
-    themselves."""
+def _tile_of_queries(
+    begins_ptr, length, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """The queries of this program's tile, and where their documents begin; where the first row of q, of k and v, and of
+    the statistics begins; and the bounds of the three parts of the keys: in the first part some queries do not see keys
+    of earlier documents, in the second all see all keys, in the third they see keys up to themselves."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the last queries see the most keys, so they begin first
+    row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    m = first + tl.arange(0, M)
+    begin = m
     diagonal = first // N * N
     start = 0
     all_seen = 0
     if DOCUMENTS:
+        begins_ptr += row * length
+        begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
         start = tl.load(begins_ptr + first) // N * N
         last = tl.load(begins_ptr + tl.minimum(first + M, length) - 1)
         all_seen = tl.minimum(tl.cdiv(last, N) * N, diagonal)
-    return start, all_seen, diagonal, tl.minimum(first + M, length)
+    q_start = (row * length * HEADS + head) * DIM
+    k_start = (row * length * GROUPS + head // (HEADS // GROUPS)) * DIM
+    bounds = (start, all_seen, diagonal, tl.minimum(first + M, length))
+    return m, begin, q_start, k_start, (row * HEADS + head) * length, bounds
 
 
 @triton.jit
@@ -139,58 +151,33 @@ def _attention_forward_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    # The last queries see the most keys, so their tiles begin first.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
-    group = head // (HEADS // GROUPS)
-    m = first + tl.arange(0, M)
-    q_start = (row * length * HEADS + head) * DIM
-    k_start = (row * length * GROUPS + group) * DIM
-    begin = m
-    if DOCUMENTS:
-        begins_ptr += row * length
-        begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
+    tile = _tile_of_queries(begins_ptr, length, HEADS, GROUPS, DIM, M, N, DOCUMENTS)
+    m, begin, q_start, k_start, row_start, bounds = tile
     q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     y = tl.zeros((M, DIM), tl.float32)
     row_max = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
-    k_ptr += k_start
-    v_ptr += k_start
     for part in tl.static_range(0 if DOCUMENTS else 1, 3):  # the middle part needs no mask
-        y, row_max, total = _forward_tiles(
-            y, row_max, total, q, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
-            GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
-        )  # fmt: skip
+        for first in range(bounds[part], bounds[part + 1], N):
+            n = first + tl.arange(0, N)
+            k = _rows(k_ptr + k_start, n, length, GROUPS * DIM, DIM, part != 1)
+            scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
+            if part != 1:
+                scores = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            if part != 1:  # a query may not have seen a key yet
+                base = tl.where(new_max == -float("inf"), 0.0, new_max)
+            else:
+                base = new_max
+            p = tl.exp2(scores - base[:, None])
+            rescale = tl.exp2(row_max - base)
+            total = total * rescale + tl.sum(p, 1)
+            v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, part != 1)
+            y = tl.dot(p.to(v.dtype), v, y * rescale[:, None])
+            row_max = new_max
     pointers = y_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(pointers, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(m < length)[:, None])
-    log_sums_ptr += (row * HEADS + head) * length
-    tl.store(log_sums_ptr + m, (row_max + tl.log2(total)) * LN_2, mask=m < length)
-
-
-@triton.jit
-def _forward_tiles(
-    y, row_max, total, q, k_ptr, v_ptr, m, begin, start, end, length, scale,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for first in range(start, end, N):
-        n = first + tl.arange(0, N)
-        k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
-        scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
-        if MASKED:
-            scores = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        if MASKED:  # a query may not have seen a key yet
-            base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        else:
-            base = new_max
-        p = tl.exp2(scores - base[:, None])
-        rescale = tl.exp2(row_max - base)
-        total = total * rescale + tl.sum(p, 1)
-        v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
-        y = tl.dot(p.to(v.dtype), v, y * rescale[:, None])
-        row_max = new_max
-    return y, row_max, total
+    tl.store(log_sums_ptr + row_start + m, (row_max + tl.log2(total)) * LN_2, mask=m < length)
 
 
 @triton.jit
@@ -199,52 +186,28 @@ def _attention_dq_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
-    group = head // (HEADS // GROUPS)
-    m = first + tl.arange(0, M)
-    q_start = (row * length * HEADS + head) * DIM
-    k_start = (row * length * GROUPS + group) * DIM
-    begin = m
-    if DOCUMENTS:
-        begins_ptr += row * length
-        begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
+    tile = _tile_of_queries(begins_ptr, length, HEADS, GROUPS, DIM, M, N, DOCUMENTS)
+    m, begin, q_start, k_start, row_start, bounds = tile
     q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     dy = _rows(dy_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     y = _rows(y_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
-    head_offset = (row * HEADS + head) * length
-    tl.store(delta_ptr + head_offset + m, delta, mask=m < length)
-    log_sums = tl.load(log_sums_ptr + head_offset + m, mask=m < length, other=0.0) * LOG2_E
+    tl.store(delta_ptr + row_start + m, delta, mask=m < length)
+    log_sums = tl.load(log_sums_ptr + row_start + m, mask=m < length, other=0.0) * LOG2_E
     dq = tl.zeros((M, DIM), tl.float32)
-    ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
-    k_ptr += k_start
-    v_ptr += k_start
     for part in tl.static_range(0 if DOCUMENTS else 1, 3):
-        dq = _dq_tiles(
-            dq, q, dy, log_sums, delta, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
-            GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
-        )  # fmt: skip
+        for first in range(bounds[part], bounds[part + 1], N):
+            n = first + tl.arange(0, N)
+            k = _rows(k_ptr + k_start, n, length, GROUPS * DIM, DIM, part != 1)
+            v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, part != 1)
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - log_sums[:, None])
+            if part != 1:
+                p = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), p, 0.0)
+            dp = tl.dot(dy, tl.trans(v))
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq)
     pointers = dq_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(pointers, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(m < length)[:, None])
-
-
-@triton.jit
-def _dq_tiles(
-    dq, q, dy, log_sums, delta, k_ptr, v_ptr, m, begin, start, end, length, scale,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for first in range(start, end, N):
-        n = first + tl.arange(0, N)
-        k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
-        v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - log_sums[:, None])
-        if MASKED:
-            p = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), p, 0.0)
-        dp = tl.dot(dy, tl.trans(v))
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
-    return dq
 
 
 @triton.jit
@@ -275,42 +238,31 @@ def _attention_dkdv_kernel(
     for head_in_group in range(HEADS // GROUPS):
         head = group * (HEADS // GROUPS) + head_in_group
         q_start = (row * length * HEADS + head) * DIM
-        head_offset = (row * HEADS + head) * length
+        row_start = (row * HEADS + head) * length
         for part in tl.static_range(3):
-            dk, dv = _dkdv_tiles(
-                dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, log_sums_ptr + head_offset, delta_ptr + head_offset,
-                begins_ptr, n, begins[part], ends[part], length, scale, HEADS * DIM, DIM, M, DOCUMENTS, part != 1,
-            )  # fmt: skip
+            for start in range(begins[part], ends[part], M):
+                m = start + tl.arange(0, M)
+                q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, part != 1)
+                dy = _rows(dy_ptr + q_start, m, length, HEADS * DIM, DIM, part != 1)
+                begin = m
+                if part != 1:
+                    in_row = m < length
+                    log_sums = tl.load(log_sums_ptr + row_start + m, mask=in_row, other=0.0) * LOG2_E
+                    delta = tl.load(delta_ptr + row_start + m, mask=in_row, other=0.0)
+                    if DOCUMENTS:
+                        begin = tl.load(begins_ptr + m, mask=in_row, other=0)
+                else:
+                    log_sums = tl.load(log_sums_ptr + row_start + m) * LOG2_E
+                    delta = tl.load(delta_ptr + row_start + m)
+                # Transposed, [keys, queries], so that the products for dk and dv need no transposes.
+                p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - log_sums[None, :])
+                if part != 1:
+                    seen = _visible(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & in_row[None, :]
+                    p = tl.where(seen, p, 0.0)
+                dv = tl.dot(p.to(dy.dtype), dy, dv)
+                dp = tl.dot(v, tl.trans(dy))
+                ds = p * (dp - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk)
     offsets = k_start + n.to(tl.int64)[:, None] * (GROUPS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(dk_ptr + offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < length)[:, None])
     tl.store(dv_ptr + offsets, dv.to(dv_ptr.dtype.element_ty), mask=(n < length)[:, None])
-
-
-@triton.jit
-def _dkdv_tiles(
-    dk, dv, k, v, q_ptr, dy_ptr, log_sums_ptr, delta_ptr, begins_ptr, n, start, end, length, scale,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for first in range(start, end, M):
-        m = first + tl.arange(0, M)
-        q = _rows(q_ptr, m, length, STRIDE, DIM, MASKED)
-        dy = _rows(dy_ptr, m, length, STRIDE, DIM, MASKED)
-        begin = m
-        if MASKED:
-            in_row = m < length
-            log_sums = tl.load(log_sums_ptr + m, mask=in_row, other=0.0) * LOG2_E
-            delta = tl.load(delta_ptr + m, mask=in_row, other=0.0)
-            if DOCUMENTS:
-                begin = tl.load(begins_ptr + m, mask=in_row, other=0)
-        else:
-            log_sums = tl.load(log_sums_ptr + m) * LOG2_E
-            delta = tl.load(delta_ptr + m)
-        # Transposed, [keys, queries], so that the products for dk and dv need no transposes.
-        p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - log_sums[None, :])
-        if MASKED:
-            p = tl.where(_visible(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & in_row[None, :], p, 0.0)
-        dv = tl.dot(p.to(dy.dtype), dy, dv)
-        dp = tl.dot(v, tl.trans(dy))
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk)
-    return dk, dv
