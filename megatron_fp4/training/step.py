@@ -19,7 +19,7 @@ A gradient is a DTensor placed like its parameter; FSDP has summed it over data-
 
 With `mesh.reproducible`, no result depends on the number of data-parallel ranks: a tree sums the gradients
 (parallel/reproducible.py), the losses of micro-batches are sent one by one, and the sum of the norm is exact
-(exact_norm.py).
+(`exact_norm_share`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.parallel.data_parallel import gradient_tree, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
-from megatron_fp4.parallel.reproducible import leaf_size
+from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
-from megatron_fp4.training.exact_norm import exact_norm_share
 from megatron_fp4.training.optimizer import optimizer_parameters, set_lr, step_unless
 from megatron_fp4.training.providers import MicroBatch
 

@@ -16,10 +16,9 @@ import pretrain
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.parallel.reproducible import leaf_size, tree_all_reduce, tree_sum
+from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size, row_squares, tree_all_reduce, tree_sum
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.numerics import Switch
-from megatron_fp4.training.exact_norm import exact_norm_share, row_squares
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Callback, Trainer

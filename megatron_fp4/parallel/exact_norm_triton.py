@@ -1,4 +1,4 @@
-"""The kernel of exact_norm.py."""
+"""The kernel of `exact_norm_share` (reproducible.py)."""
 
 from __future__ import annotations
 
