@@ -44,7 +44,7 @@ from data.provider import open_held_out
 from exchange.checkpoint import Checkpoint, load_model
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.linear import LinearCall, LinearContext, Sharding
 from megatron_fp4.precision.plan import Plan, PlannedLinear, PrecisionController, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
@@ -170,7 +170,7 @@ def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.d
 
 def _call(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> LinearCall:
     """A call of the linear on one rank that has the complete weight, with no tokens."""
-    context = LinearContext(row.linear.name, row.recipe, num_groups=row.linear.groups)
+    context = LinearContext(row.linear.name, row.recipe, sharding=Sharding(num_groups=row.linear.groups))
     return LinearCall(context, weight, weight.new_empty(0, weight.shape[1], dtype=compute_dtype))
 
 

@@ -20,7 +20,7 @@ from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, OutputHead, RowParallelLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.quantization.rounding import random_uniform, rounding_key
+from megatron_fp4.quantization.rounding import Place, Span, random_uniform, rounding_key
 
 # Rows are filled in pieces of about this many elements, so that temporaries stay small, and in a CPU's caches.
 _PIECE = 2**24
@@ -88,7 +88,7 @@ class Draws:
 
     def uniform(self, low: float = 0.0, high: float = 1.0, draw: str = "uniform") -> Tensor:
         """FP32 draws of U[low, high). draw: a name; different names give independent draws."""
-        key = rounding_key(self.seed, self.name, draw, row_offset=self.row, column_offset=self.column)
+        key = rounding_key(self.seed, self.name, draw).at(Place(Span(self.row), Span(self.column)))
         return random_uniform(key, self.shape[0], self.shape[1], self.device).mul_(high - low).add_(low)
 
     def normal(self, std: float) -> Tensor:

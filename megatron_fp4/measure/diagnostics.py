@@ -39,7 +39,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron_fp4.precision.emulated import EMULATED, GemmOperand, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, GemmOperand, shared_amax, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
@@ -281,10 +281,9 @@ class ProbedCall:
         call = self.call
         if call.recipe[slot].source != "forward":
             return x, None
-        # The probe gets x of all tokens, also where the linear quantizes slices; so the draws start at token 0.
+        # The probe gets x of all tokens, also where the linear quantizes slices.
         of = SLOTS_OF[slot.tensor][0]
-        request = replace(call.request(of), key=call.draws(of), amax_group=call.context.amax_group(slot.tensor))
-        make, _ = call.backend.operands(x, request, None)
+        make, _ = call.backend.operands(x, call.place(slot.tensor, all_tokens=True), call.request(of), None)
         assert make is not None
         made = make()
         return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.derived`
@@ -308,11 +307,12 @@ class ProbedCall:
             if large:
                 amax = torch.maximum(amax, _transformed_amax(x, transform(torch.eye(rht, device=x.device))))
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
-        group = call.context.amax_group(slot.tensor)
-        if group is not None and format_of(operand.format).tensor_scale:
-            amax = amax.clone()
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        sums = operand_sums(part.to(torch.float32), operand, call.draws(slot), amax)
+        place = call.place(slot.tensor, all_tokens=True)
+        if format_of(operand.format).tensor_scale:
+            amax = shared_amax(amax, place.amax_groups)
+        key = call.rounding_key_of(slot)
+        at = place.t() if slot.transposed else place
+        sums = operand_sums(part.to(torch.float32), operand, key and key.at(at), amax)
         # The transform is orthogonal: apart from rounding to BF16, it does not change the sum of squares.
         raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
         sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))

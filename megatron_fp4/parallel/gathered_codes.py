@@ -163,8 +163,9 @@ class GatheredWeight:
         gathered in both forms before, its gradient so far moves to the other form."""
         if codes:
             context = self.context
-            group_rows = self.num_rows // context.num_groups
-            padded = context.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
+            num_groups = context.sharding.num_groups
+            group_rows = self.num_rows // num_groups
+            padded = context.backend.alignment(context.recipe).padded_group(group_rows, num_groups)
             code_format = context.recipe[FPROP_WEIGHT].format
             if code_format != self.all_blocks.format:  # its messages have other sizes
                 if self.as_codes:
@@ -281,10 +282,10 @@ class _SharedMaxima:
 
     def __init__(self, weights: list[GatheredWeight], shards: DeviceMesh) -> None:
         # Weights whose maximum tensor-parallel ranks share too come first.
-        self.weights = sorted(weights, key=lambda weight: weight.context.amax_group("weight") is None)
-        groups = [weight.context.amax_group("weight") for weight in self.weights]
-        self.group, self.num_tensor_parallel = shards.get_group(), sum(group is not None for group in groups)
-        self.tensor_parallel = groups[0] if self.num_tensor_parallel else None
+        self.weights = sorted(weights, key=lambda weight: not weight.context.place("weight").amax_groups)
+        groups = [weight.context.place("weight").amax_groups for weight in self.weights]
+        self.group, self.num_tensor_parallel = shards.get_group(), sum(map(bool, groups))
+        self.tensor_parallel = groups[0]
         self._message = self._scales = torch.empty(0)  # _scales: FP32 [weights], the tensor scales
         self._block_maxima: list[Tensor] = []  # this rank's maxima of shared blocks, and their places in the message
         self._block_places: list[Tensor] = []
@@ -308,9 +309,8 @@ class _SharedMaxima:
         if self._block_places:
             torch._foreach_copy_(self._block_places, self._block_maxima)
         bits = message.view(torch.int32)
-        all_reduce_maxima(bits, self.group)
-        if self.tensor_parallel is not None:
-            all_reduce_maxima(bits[: self.num_tensor_parallel], self.tensor_parallel)
+        all_reduce_maxima(bits, [self.group])
+        all_reduce_maxima(bits[: self.num_tensor_parallel], self.tensor_parallel)
         if self._block_places:
             torch._foreach_copy_(self._block_maxima, self._block_places)
         self._scales.copy_(tensor_decode_scale(message[: len(self.weights)], E4M3_MAX))

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
+from megatron_fp4.quantization.rounding import Span
 
 Collective = Callable[[Tensor, ParallelMesh], Tensor]
 
@@ -68,13 +69,13 @@ class ColumnParallelLinear(QuantizedLinear):
         if num_groups == 1:
             num_groups = tp  # each rank's slice is one group of whole blocks, so the padding is that of one rank
         assert num_groups % tp == 0, (num_groups, tp)
-        local_groups = num_groups // tp
         self.context = LinearContext(
-            num_groups=local_groups,
-            out_group_offset=mesh.tensor.rank * local_groups,
-            out_shards=group,
-            keep_padding=keep_padding,
-            in_tokens=group if mesh.sequence_parallel else None,
+            sharding=Sharding(
+                outputs=Span(mesh.tensor.rank * (out_features // tp), group),
+                num_groups=num_groups // tp,
+                keep_padding=keep_padding,
+                in_tokens=group if mesh.sequence_parallel else None,
+            )
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
@@ -89,11 +90,9 @@ class RowParallelLinear(QuantizedLinear):
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
         group = mesh.tensor.group if mesh.tensor.size > 1 else None
-        self.context = LinearContext(
-            in_offset=mesh.tensor.rank * (in_features // mesh.tensor.size),
-            in_shards=group,
-            out_tokens=group if mesh.sequence_parallel else None,
-        )
+        out_tokens = group if mesh.sequence_parallel else None
+        inputs = Span(mesh.tensor.rank * (in_features // mesh.tensor.size), group)
+        self.context = LinearContext(sharding=Sharding(inputs=inputs, out_tokens=out_tokens))
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""

@@ -51,6 +51,7 @@ from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.transformer_engine import NativeLayout, NativeOperand, TransformerEngineBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import Place
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
@@ -289,16 +290,16 @@ class _PlannedTransformerEngine(_CountsProducts, TransformerEngineBackend):
         self._weight_layouts = {}
 
     def quantize(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
-        request = columns or rows
+        request = as_stored or transposed
         assert request is not None
         x = x.to(request.dtype).contiguous()
         amax = None
         if format_of(request.operand.format).tensor_scale:
-            amax = shared_amax(x.new_empty((), dtype=torch.float32), request.amax_group).view(1)
+            amax = shared_amax(x.new_empty((), dtype=torch.float32), place.amax_groups).view(1)
         along_columns = _native_operand(x, request.operand, amax, "columns")
-        return along_columns, None if rows is None else _native_operand(x, request.operand, amax, "rows")
+        return along_columns, None if transposed is None else _native_operand(x, request.operand, amax, "rows")
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None

@@ -26,18 +26,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision.recipe import Operand, OperandSlot, Recipe
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import Place, RoundingKey
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
@@ -89,8 +87,7 @@ class OperandRequest:
     operand: format, block and rounding. rht: the size of the Hadamard transform before quantization (its input and
     output are BF16); 0: none. signs: the signs of the transform: `fixed`, `none`, or `fresh`, drawn with `signs_key`.
     key: for the draws of stochastic rounding; None rounds to nearest. slot: which operand of the recipe it is; probes
-    and watchers read it. dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it. amax_group: the
-    ranks that hold the tensor's shards and share the maximum over them; None: this rank's maximum. keep: make the
+    and watchers read it. dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it. keep: make the
     operand as small as possible, because it is sent to other ranks or kept for the backward pass.
     """
 
@@ -101,8 +98,10 @@ class OperandRequest:
     signs_key: RoundingKey | None = None
     slot: OperandSlot | None = field(default=None, compare=False)
     dtype: torch.dtype = torch.bfloat16
-    amax_group: ProcessGroup | None = None
     keep: bool = field(default=False, compare=False)
+
+
+Rows = TypeVar("Rows", int, Tensor, int | Tensor)
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ class RowGroups:
         """[groups * padded, n] -> a view [groups, kept, n]."""
         return product.unflatten(0, (-1, self.padded))[:, : self.kept]
 
-    def padded_indices(self, rows: Tensor) -> Tensor:
-        """Indices of rows without the padding -> indices of the same rows with it."""
+    def padded_indices(self, rows: Rows) -> Rows:
+        """An index or indices of rows without the padding -> those of the same rows with it."""
         return rows // self.kept * self.padded + rows % self.kept
 
 
@@ -195,10 +194,10 @@ class Backend(ABC):
 
     @abstractmethod
     def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """Functions that make the requested operands of `x` [n, m]: along its columns, [n, k = m], and along its rows,
-        [m, k = n].
+        """Functions that make the requested operands of `x` [n, m]: as it is stored, [n, k = m], and transposed,
+        [m, k = n]. place: of x in the global tensor.
 
         The caller calls each once, the first before the second; a backend may quantize here or only in these calls.
         """

@@ -23,7 +23,7 @@ because unpacking is slow there compared with the GEMMs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.rounding import E4M3_MAX
+from megatron_fp4.quantization.rounding import E4M3_MAX, Place
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import QuantizedTensor, all_reduce_maxima, tensor_decode_scale
 
@@ -192,7 +192,9 @@ def keeps_codes(device: torch.device) -> bool:
     return cuda.gpu.available(device)
 
 
-def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int) -> GemmOperand:
+def packed_weight(
+    w: Tensor, place: Place, request: OperandRequest, group_rows: int, padded_group_rows: int
+) -> GemmOperand:
     """fprop's operand, as codes, of the weight `w` [out, in], which is BF16, or FP32 that counts as rounded to BF16.
 
     request: of an operand that the backend `packs`. group_rows, padded_group_rows: as `RowBlocks` has them.
@@ -201,7 +203,7 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
     maxima = block_maxima(w, blocks)
     amax = scale = None
     if blocks.format == "nvfp4":
-        amax = shared_amax(maxima.view(torch.int32).amax().view(torch.float32), request.amax_group)
+        amax = shared_amax(maxima.view(torch.int32).amax().view(torch.float32), place.amax_groups)
         scale = tensor_decode_scale(amax, E4M3_MAX)
     return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks, amax=amax), scale, quantized=True)
 
@@ -232,7 +234,7 @@ class EmulatedBackend(Backend):
         return fprop, fprop.transposed()
 
     def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """The fused kernels make the operands that they can, PyTorch the others.
 
@@ -242,20 +244,20 @@ class EmulatedBackend(Backend):
 
         def make(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
             if kernels is None:
-                return quantize_operand(x, request, transposed=along == "rows")
+                return quantize_operand(*rows_of(x, place, along == "rows"), request)
             return GemmOperand(kernels.operand(along, keep=request.keep), kernels.scales.get(along), True)
 
-        columns_kernels, rows_kernels = fused_kernels(x, columns, rows)
-        make_columns = None if columns is None else functools.partial(make, columns, columns_kernels, "columns")
-        if rows is None:
-            return make_columns, None
-        if rows_kernels is None and codes_transpose(rows):
+        columns_kernels, rows_kernels = fused_kernels(x, place, as_stored, transposed)
+        make_stored = None if as_stored is None else functools.partial(make, as_stored, columns_kernels, "columns")
+        if transposed is None:
+            return make_stored, None
+        if rows_kernels is None and codes_transpose(transposed):
             # The 4-bit kernels make square blocks along the columns only; transposed, they are those along the rows.
-            unkept = replace(rows, keep=False)
-            square, _ = fused_kernels(x, unkept, None)
+            unkept = replace(transposed, keep=False)
+            square, _ = fused_kernels(x, place, unkept, None)
             if square is not None:
-                return make_columns, lambda: make(unkept, square, "columns").transposed()
-        return make_columns, functools.partial(make, rows, rows_kernels, "rows")
+                return make_stored, lambda: make(unkept, square, "columns").transposed()
+        return make_stored, functools.partial(make, transposed, rows_kernels, "rows")
 
     def gemm(
         self,
@@ -286,26 +288,30 @@ EMULATED = EmulatedBackend()
 
 
 def fused_kernels(
-    x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
 ) -> tuple[Fused | None, Fused | None]:
     """The fused kernels that make x's operands along its columns and along its rows; None: PyTorch makes it.
 
     If the same kernels make both, they compute the maxima of x once.
     """
-    found: dict[str, tuple[type[Fused], Side]] = {}
-    for along, request in (("columns", columns), ("rows", rows)):
+    sides: dict[str, tuple[type[Fused], Side]] = {}
+    for along, request in (("columns", as_stored), ("rows", transposed)):
         if request is not None and request.operand.quantized and request.dtype == torch.bfloat16:
             side = side_of(request)
             kernels = format_of(side.format).kernels(side, along) if cuda.gpu.available(x.device) else None
             if kernels is not None:
-                found[along] = kernels, side
-    group = next((request.amax_group for request in (columns, rows) if request is not None), None)
-    if len(found) == 2 and len({(kernels, side.format) for kernels, side in found.values()}) == 1:
-        (kernels, first), (_, second) = found.values()
-        both = kernels(x, first, second, amax_group=group)
+                sides[along] = kernels, side
+    if len(sides) == 2 and len({(kernels, side.format) for kernels, side in sides.values()}) == 1:
+        (kernels, first), (_, second) = sides.values()
+        both = kernels(x, first, second, place)
         return both, both
-    made = {along: kernels(x, **{along: side}, amax_group=group) for along, (kernels, side) in found.items()}
+    made = {along: kernels(x, **{along: side}, place=place) for along, (kernels, side) in sides.items()}
     return made.get("columns"), made.get("rows")
+
+
+def rows_of(x: Tensor, place: Place, transposed: bool) -> tuple[Tensor, Place]:
+    """The rows [rows, k] of x's operand as it is stored, or transposed, and their place."""
+    return (x.t(), place.t()) if transposed else (x, place)
 
 
 def codes_transpose(request: OperandRequest) -> bool:
@@ -334,29 +340,28 @@ def side_of(request: OperandRequest) -> Side:
 # ---------------------------------------------------------------------------------------------------------- in PyTorch
 
 
-def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
-    """Make a GEMM operand from `x` [rows, k], or [k, rows] if `transposed`, in PyTorch on any device."""
+def quantize_operand(rows: Tensor, place: Place, request: OperandRequest) -> GemmOperand:
+    """Make a GEMM operand from `rows` [rows, k] at `place`, in PyTorch on any device."""
     if not request.operand.quantized:
-        return GemmOperand(operand_rows(x, request, transposed))
-    encoded = encode_operand(x, request, transposed)
+        return GemmOperand(operand_rows(rows, request))
+    encoded = encode_operand(rows, place, request)
     return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
 
 
-def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> QuantizedTensor:
-    """Codes and scales of `x` (as in `quantize_operand`), scaled by the maximum of all shards."""
-    rows, amax = operand_rows(x, request, transposed).to(torch.float32), None
+def encode_operand(rows: Tensor, place: Place, request: OperandRequest) -> QuantizedTensor:
+    """Codes and scales of `rows` (as in `quantize_operand`), scaled by the maximum of all ranks of the place."""
+    rows, amax = operand_rows(rows, request).to(torch.float32), None
     if format_of(request.operand.format).tensor_scale:
-        amax = shared_amax(rows.abs().amax(), request.amax_group)
-    return request.operand.encode(rows, request.key, amax)
+        amax = shared_amax(rows.abs().amax(), place.amax_groups)
+    return request.operand.encode(rows, request.key and request.key.at(place), amax)
 
 
-def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -> Tensor:
-    """`x` (as in `quantize_operand`) before quantization: [rows, k], compute dtype, or BF16 after the transform."""
-    rows = x.to(request.dtype)
-    rows = rows.t() if transposed else rows
+def operand_rows(rows: Tensor, request: OperandRequest) -> Tensor:
+    """`rows` [rows, k] before quantization: in the compute dtype, or in BF16 after the transform."""
+    rows = rows.to(request.dtype)
     if not request.rht:
         return rows
-    return random_hadamard_transform(rows.to(torch.bfloat16), request.rht, transform_signs(request, x.device))
+    return random_hadamard_transform(rows.to(torch.bfloat16), request.rht, transform_signs(request, rows.device))
 
 
 def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
@@ -369,10 +374,10 @@ def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
     return random_signs(request.rht, request.signs_key, device)
 
 
-def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The largest FP32 0-dim `amax` of the ranks of `group`; without a group, `amax` itself."""
-    if group is None:
+def shared_amax(amax: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+    """The largest FP32 0-dim `amax` of the ranks of `groups`; without groups, `amax` itself."""
+    if not groups:
         return amax
     bits = amax.view(torch.int32) & 0x7FFFFFFF
-    all_reduce_maxima(bits, group)
+    all_reduce_maxima(bits, groups)
     return bits.view(torch.float32)

@@ -13,8 +13,8 @@ The function takes the weight as a DTensor and returns its gradient as an FP32 D
 backend's GEMM can add to a gradient, the function itself adds that of the second and later micro-batches to the
 weight's `.grad` and returns None: `.backward()` gives the same result, `torch.autograd.grad` would not.
 
-With sequence parallelism each rank has a slice of the tokens of x and dx in an input projection (`context.in_tokens`),
-and of y and dy in an output projection (`context.out_tokens`). Between the two, every rank has all tokens. Collectives
+With sequence parallelism each rank has a slice of the tokens of x and dx in an input projection (`Sharding.in_tokens`),
+and of y and dy in an output projection (`Sharding.out_tokens`). Between the two, every rank has all tokens. Collectives
 overlap with work that does not need their results:
 
             input projection                                   output projection
@@ -65,23 +65,37 @@ from megatron_fp4.precision.recipe import (
     Recipe,
 )
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+from megatron_fp4.quantization.rounding import ALL, Place, RoundingKey, Span, rounding_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass
-class LinearContext:
-    """What one linear needs besides its tensors.
+@dataclass(frozen=True)
+class Sharding:
+    """How ranks share one linear.
 
-    name, recipe, step_state, backend: set by the run's controller (plan.py).
+    inputs, outputs: this rank's features in the global tensors.
     num_groups: equal groups of the local output features, each padded to complete blocks.
     keep_padding: y and dy keep the padding of each group, which the caller skips, so it is not removed and added again.
-    in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
-    in_shards, out_shards: ranks that shard the input or output features; None: they are not sharded.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
         all tokens.
+    """
+
+    inputs: Span = ALL
+    outputs: Span = ALL
+    num_groups: int = 1
+    keep_padding: bool = False
+    in_tokens: ProcessGroup | None = None
+    out_tokens: ProcessGroup | None = None
+
+
+@dataclass
+class LinearContext:
+    """The recipe, backend and place in the mesh of one linear.
+
+    name, recipe, step_state, backend: set by the run's controller (plan.py).
+    sharding: set by its layer.
     keeps_input: keep x itself for the backward pass and make wgrad's operand there, with the same bits: for linears
         whose input is kept anyway, or recomputed. If False, wgrad's operand is kept.
     weight_cache: (the state that it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
@@ -97,14 +111,7 @@ class LinearContext:
     recipe: Recipe = BF16
     step_state: StepState = field(default_factory=lambda: StepState(seed=0))
     backend: Backend = EMULATED
-    num_groups: int = 1
-    keep_padding: bool = False
-    in_offset: int = 0
-    out_group_offset: int = 0
-    in_shards: ProcessGroup | None = None
-    out_shards: ProcessGroup | None = None
-    in_tokens: ProcessGroup | None = None
-    out_tokens: ProcessGroup | None = None
+    sharding: Sharding = Sharding()
     keeps_input: bool = False
     weight_cache: tuple[Any, Any, Any] | None = None
     keeps_rounded: bool = True
@@ -118,18 +125,23 @@ class LinearContext:
         packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
         return packs and self.watcher is None and not probe_reads
 
-    def amax_group(self, tensor: str) -> ProcessGroup | None:
-        """The ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
-        if self.recipe.amax != "global":
-            return None
-        if tensor == "gradient" or (tensor == "weight" and self.in_shards is None):
-            return self.out_shards
-        return self.in_shards
+    def place(self, tensor: str, tokens: Span = ALL, groups: RowGroups | None = None) -> Place:
+        """Where this rank's part of `activation` [tokens, in], `weight` [out, in] or `gradient` [tokens, out] lies.
 
-    def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
-        """The key for one operand's draws. rows, columns: where the local tensor starts in the global one."""
-        parts = (self.step_state.seed, step, micro_batch, self.name, operand)
-        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.step_state.keys
+        tokens: those that are here. groups: how output features are padded; None: not at all. With the recipe's amax
+        `shard`, ranks that share features do not share a maximum.
+        """
+        inputs, outputs = self.sharding.inputs, self.sharding.outputs
+        if groups is not None:
+            outputs = replace(outputs, at=groups.padded_indices(outputs.at))
+        if self.recipe.amax != "global":
+            inputs, outputs = replace(inputs, ranks=None), replace(outputs, ranks=None)
+        dims = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
+        return Place(*dims[tensor])
+
+    def key(self, step: int, micro_batch: int, operand: str) -> RoundingKey:
+        """The key for one operand's draws."""
+        key, keys = rounding_key(self.step_state.seed, step, micro_batch, self.name, operand), self.step_state.keys
         return key if keys is None else keys.of(self.name, operand, key)
 
 
@@ -144,10 +156,10 @@ def same_weight_codes(recipe: Recipe) -> bool:
 def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
     """y = x W^T with the recipe in `context`.
 
-    x: [tokens, in] in the compute dtype; with `context.in_tokens`, this rank's slice of the tokens. weight: parameter
-    [out, in] (a DTensor, whose local part is used, or a plain tensor). Returns [tokens, out] in x's dtype, with
-    `context.keep_padding` including the padding of groups; with `context.out_tokens`, this rank's slice of the sum over
-    ranks. The weight's gradient is FP32.
+    x: [tokens, in] in the compute dtype; with `in_tokens`, this rank's slice of the tokens. weight: parameter [out, in]
+    (a DTensor, whose local part is used, or a plain tensor). Returns [tokens, out] in x's dtype, with `keep_padding`
+    including the padding of groups; with `out_tokens`, this rank's slice of the sum over ranks. The weight's gradient
+    is FP32.
     """
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad ignores no_grad.
@@ -167,8 +179,8 @@ class _QuantizedLinear(torch.autograd.Function):
             kept = make_kept()  # while fprop's codes are gathered
         y = call.result(call.product("fprop", receive_fprop(), w_fprop, call.dtype))
         ctx.observed = call.observe(x, y)
-        if context.out_tokens is not None:
-            scattered = start_reduce_scatter(y, context.out_tokens, async_op=overlaps)
+        if call.sharding.out_tokens is not None:
+            scattered = start_reduce_scatter(y, call.sharding.out_tokens, async_op=overlaps)
         if make_kept is not None and kept is None:
             kept = make_kept()  # while y is reduced
         call.save(ctx, weight, w_dgrad, kept, x if needs_wgrad else None)
@@ -185,8 +197,8 @@ class _QuantizedLinear(torch.autograd.Function):
         receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
         if receive_dgrad is not None:  # before wgrad's operand is made: each is as large as dy
             dx = call.unpad_tokens(call.product("dgrad", receive_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
-            if call.context.in_tokens is not None:
-                scattered = start_reduce_scatter(dx, call.context.in_tokens, async_op=receive_wgrad is not None)
+            if call.sharding.in_tokens is not None:
+                scattered = start_reduce_scatter(dx, call.sharding.in_tokens, async_op=receive_wgrad is not None)
         if receive_wgrad is not None:
             x_wgrad = receive_x()
             dw = call.weight_gradient(receive_wgrad(), x_wgrad, ctx)
@@ -204,19 +216,19 @@ class LinearCall:
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
-        self.context, self.recipe, self.backend = context, context.recipe, context.backend
+        self.context, self.sharding = context, context.sharding
+        self.recipe, self.backend = context.recipe, context.backend
         self.step, self.micro_batch = context.step_state.step, context.step_state.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
         self.weight_codes = codes_of(weight)  # if FSDP gathered codes, the master has no values
-        self.group_rows = self.master.shape[0] // context.num_groups
-        self.token_groups = {"activation": context.in_tokens, "gradient": context.out_tokens}
-        self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
+        self.group_rows = self.master.shape[0] // self.sharding.num_groups
+        self.token_groups = {"activation": self.sharding.in_tokens, "gradient": self.sharding.out_tokens}
+        self.num_tokens = x.shape[0] * (1 if self.sharding.in_tokens is None else self.sharding.in_tokens.size())
         self.alignment = self.backend.alignment(self.recipe)
         self.padded_tokens = self.alignment.padded_tokens(self.num_tokens)
-        self.padded_group_rows = self.alignment.padded_group(self.group_rows, context.num_groups)
-        self.out_offset = context.out_group_offset * self.padded_group_rows
+        self.padded_group_rows = self.alignment.padded_group(self.group_rows, self.sharding.num_groups)
         groups = {tensor: group for tensor, group in self.token_groups.items() if group is not None}
         self.slices = {tensor: group for tensor, group in groups.items() if self.sends_operands(tensor, group)}
 
@@ -286,42 +298,43 @@ class LinearCall:
         """
         columns_request = None if columns is None else self.request(columns, keep_columns)
         rows_request = None if rows is None else self.request(rows, keep_rows)
-        make_columns, make_rows = self.backend.operands(x, columns_request, rows_request)
+        slot = columns or rows
+        assert slot is not None
+        place = self.place(slot.tensor)
+        make_columns, make_rows = self.backend.operands(x, place, columns_request, rows_request)
         if (watcher := self.context.watcher) is None:
             return make_columns, make_rows
         return (
-            make_columns and functools.partial(watcher.operand, make_columns, x, columns_request),
-            make_rows and functools.partial(watcher.operand, make_rows, x.t(), rows_request),
+            make_columns and functools.partial(watcher.operand, make_columns, x, place, columns_request),
+            make_rows and functools.partial(watcher.operand, make_rows, x.t(), place.t(), rows_request),
         )
+
+    def place(self, tensor: str, all_tokens: bool = False) -> Place:
+        """Where the padded part of a tensor that this rank quantizes lies: its slice of the tokens, or all."""
+        tokens, group = ALL, None if all_tokens else self.slices.get(tensor)
+        if group is not None:
+            tokens = Span(group.rank() * (self.num_tokens // group.size()), group)
+        return self.context.place(tensor, tokens, RowGroups(self.padded_group_rows, self.group_rows))
 
     def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
         """The request to the backend for `slot`. keep: whether the operand is kept for the backward pass."""
-        group, first_token = self.slices.get(slot.tensor), 0
-        if group is not None:
-            first_token = group.rank() * (self.num_tokens // group.size())
         rht, signs_key = self.recipe.gemms[slot.gemm].rht, None
         if rht and self.recipe.rht_signs == "fresh":
-            signs_key = self.context.key(self.step, self.micro_batch, f"{slot.gemm}_signs", 0, 0)
+            signs_key = self.context.key(self.step, self.micro_batch, f"{slot.gemm}_signs")
         return OperandRequest(
             self.recipe[slot],
             rht,
             signs=self.recipe.rht_signs,
-            key=self.draws(slot, first_token),
+            key=self.rounding_key_of(slot),
             signs_key=signs_key,
             slot=slot,
             dtype=self.dtype,
-            amax_group=group or self.context.amax_group(slot.tensor),
-            keep=keep or group is not None,
+            keep=keep or slot.tensor in self.slices,
         )
 
-    def draws(self, slot: OperandSlot, first_token: int = 0) -> RoundingKey | None:
-        """The key for an operand's draws; None: it has none. first_token: where a slice of x or dy starts."""
-        if not self.recipe[slot].drawn:
-            return None
-        rows = self.out_offset if slot.tensor == "weight" else first_token
-        columns = self.out_offset if slot.tensor == "gradient" else self.context.in_offset
-        rows, columns = (columns, rows) if slot.transposed else (rows, columns)
-        return self.context.key(self.step, self.micro_batch, slot.name, rows, columns)
+    def rounding_key_of(self, slot: OperandSlot) -> RoundingKey | None:
+        """The key for an operand's draws; None: it has none."""
+        return self.context.key(self.step, self.micro_batch, slot.name) if self.recipe[slot].drawn else None
 
     def derived(self, operand: Any, slot: OperandSlot) -> MakeOperand:
         """A function that makes the operand at `slot` from the tensor's operand in fprop: it transposes the codes,
@@ -402,10 +415,12 @@ class LinearCall:
         if as_codes and self.dtype == torch.bfloat16:
             request = self.request(FPROP_WEIGHT)
             # The codes are kept without padding; unpacking adds it.
-            sizes = self.group_rows, self.padded_group_rows
-            make_packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, request, *sizes)
+            place, sizes = self.place("weight"), (self.group_rows, self.padded_group_rows)
+            make_packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, place, request, *sizes)
             if (watcher := self.context.watcher) is not None:
-                make_packed = functools.partial(watcher.operand, make_packed, self.pad_rows(self.master), request)
+                make_packed = functools.partial(
+                    watcher.operand, make_packed, self.pad_rows(self.master), place, request
+                )
             fprop = make_packed()
             return fprop, fprop.transposed(), True
         in_backward = self._makes_dgrad_weight_in_backward
@@ -482,13 +497,13 @@ class LinearCall:
 
     def pad(self, y: Tensor) -> Tensor:
         """[tokens, out] with padded tokens and padded groups of output features; y may have the latter already."""
-        is_padded = y.shape[-1] == self.context.num_groups * self.padded_group_rows
+        is_padded = y.shape[-1] == self.sharding.num_groups * self.padded_group_rows
         return self.pad_tokens(y if is_padded else self._pad_groups(y))
 
     def result(self, y: Tensor) -> Tensor:
         """y without padded tokens, and without padded features unless the caller keeps these."""
         y = self.unpad_tokens(y)
-        return y if self.context.keep_padding else self.unpad_groups(y)
+        return y if self.sharding.keep_padding else self.unpad_groups(y)
 
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with padded tokens."""
@@ -511,6 +526,6 @@ class LinearCall:
 
     def unpad_groups(self, y: Tensor) -> Tensor:
         """[tokens, out] without the padding of groups."""
-        if y.shape[-1] == self.context.num_groups * self.group_rows:
+        if y.shape[-1] == self.sharding.num_groups * self.group_rows:
             return y
         return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)

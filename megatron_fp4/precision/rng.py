@@ -13,7 +13,6 @@ seeds with its key.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_fp4.precision.recipe import SLOTS, Recipe
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import Place, RoundingKey, rounding_key
 
 
 @dataclass
@@ -51,8 +50,8 @@ class DeviceKeys:
     def __init__(self, recipes: Mapping[str, Recipe], device: torch.device) -> None:
         self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
         self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
-        self._generators: dict[tuple[int, int, int, int], torch.Generator] = {}
-        self._num_draws: Counter[tuple[int, int, int]] = Counter()  # in this micro-batch, by operand and offsets
+        self._generators: dict[tuple[int, Place, int], torch.Generator] = {}
+        self._num_draws: Counter[tuple[int, Place]] = Counter()  # in this micro-batch, by operand and place
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -62,28 +61,27 @@ class DeviceKeys:
         """Write the keys of a micro-batch, on the current stream. seed, step, micro_batch: as in `StepState`."""
         if not self._rows:
             return
-        place = (seed, step, micro_batch)
-        digests = [hashlib.blake2b(repr((*place, *name)).encode(), digest_size=8).digest() for name in self._rows]
+        keys = [rounding_key(seed, step, micro_batch, *name).key for name in self._rows]
         on_gpu = self.table.is_cuda
         # New pinned memory each time: PyTorch does not reuse it before the copy has read it.
         staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=on_gpu)
-        staging[:, :2] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
+        staging[:, :2] = torch.tensor(keys, dtype=torch.uint64).view(torch.int32).view(-1, 2)
         self.table.copy_(staging, non_blocking=on_gpu)
         self._num_draws.clear()
-        for (row, rows, columns, _), generator in self._generators.items():
-            generator.manual_seed(RoundingKey(int.from_bytes(digests[row], "little"), rows, columns).seed)
+        for (row, place, _), generator in self._generators.items():
+            generator.manual_seed(RoundingKey(keys[row], place).seed)
 
     def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:
         """`key`, but kernels read it from the table when they draw."""
         row = self._rows[linear, operand]
         return replace(key, device=self.table[row], graph_generator=functools.partial(self._generator, row, key))
 
-    def _generator(self, row: int, key: RoundingKey) -> torch.Generator:
+    def _generator(self, row: int, key: RoundingKey, place: Place) -> torch.Generator:
         """The generator of a draw. If a micro-batch repeats the draw, as recomputation does, each has its own."""
-        draw = (row, key.row_offset, key.column_offset)
+        draw = (row, place)
         repetition, self._num_draws[draw] = self._num_draws[draw], self._num_draws[draw] + 1
         if (*draw, repetition) not in self._generators:
-            self._generators[*draw, repetition] = torch.Generator(self.table.device).manual_seed(key.seed)
+            self._generators[*draw, repetition] = torch.Generator(self.table.device).manual_seed(key.at(place).seed)
         return self._generators[*draw, repetition]
 
 

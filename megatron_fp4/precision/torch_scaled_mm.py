@@ -46,10 +46,12 @@ from megatron_fp4.precision.emulated import (
     gather_slices,
     in_square_blocks,
     quantize_operand,
+    rows_of,
 )
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.cuda import Fused
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import Place
 from megatron_fp4.quantization.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 
 _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
@@ -144,18 +146,19 @@ class TorchBackend(Backend):
         return fprop, fprop.transposed()
 
     def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """The fused kernels make the operands that they can, PyTorch the others."""
         # Along each dimension, four-over-six sums the errors of a block in another order, so codes may differ. They are
         # transposed only if both requests are equal; then the emulation transposes them too.
-        if rows is None or not codes_transpose(rows) or (rows.operand.four_over_six and columns != rows):
-            return _makers(x, columns, rows)
-        make, _ = _makers(x, rows, None)
+        same = as_stored == transposed
+        if transposed is None or not codes_transpose(transposed) or (transposed.operand.four_over_six and not same):
+            return _makers(x, place, as_stored, transposed)
+        make, _ = _makers(x, place, transposed, None)
         assert make is not None
         make_once = functools.cache(make)
-        make_columns = make_once if columns == rows else _makers(x, columns, None)[0]
-        return make_columns, lambda: make_once().transposed()
+        make_stored = make_once if same else _makers(x, place, as_stored, None)[0]
+        return make_stored, lambda: make_once().transposed()
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -180,22 +183,22 @@ class TorchBackend(Backend):
 
 
 def _makers(
-    x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
     """As `TorchBackend.operands`, with each operand quantized by itself."""
 
     def make(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
-        operand, transposed = request.operand, along == "rows"
+        operand, rows = request.operand, rows_of(x, place, along == "rows")
         if fused is not None:
             encoded = QuantizedTensor(*fused.code_bytes(along), operand.block)
             return PackedOperand.of(encoded, fused.scales.get(along), operand)
         if not operand.quantized:
-            return quantize_operand(x, request, transposed)
-        encoded = encode_operand(x, request, transposed)
+            return quantize_operand(*rows, request)
+        encoded = encode_operand(*rows, request)
         return PackedOperand.of(encoded, encoded.decode_scale(), operand)
 
-    columns_kernels, rows_kernels = fused_kernels(x, columns, rows)
+    columns_kernels, rows_kernels = fused_kernels(x, place, as_stored, transposed)
     return (
-        None if columns is None else functools.partial(make, columns, columns_kernels, "columns"),
-        None if rows is None else functools.partial(make, rows, rows_kernels, "rows"),
+        None if as_stored is None else functools.partial(make, as_stored, columns_kernels, "columns"),
+        None if transposed is None else functools.partial(make, transposed, rows_kernels, "rows"),
     )

@@ -63,10 +63,11 @@ from megatron_fp4.precision.emulated import (
     gather_slices,
     in_square_blocks,
     quantize_operand,
+    rows_of,
 )
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
-from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey
+from megatron_fp4.quantization.rounding import E4M3_MAX, WHOLE, Place, RoundingKey
 from megatron_fp4.quantization.tensor import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -263,7 +264,7 @@ class TransformerEngineBackend(Backend):
         assert gathered.amax is not None
         if operand not in self._weight_layouts:  # taken from a small tensor that the quantizer made
             block = torch.zeros(TILE_ROWS, TILE_ROWS, dtype=torch.bfloat16, device=gathered.codes.device)
-            fprop, dgrad = self.quantize(block, OperandRequest(operand), OperandRequest(operand))
+            fprop, dgrad = self.quantize(block, WHOLE, OperandRequest(operand), OperandRequest(operand))
             assert dgrad is not None
             self._weight_layouts[operand] = fprop.layout, dgrad.layout
         weight, amax = gathered.padded(), gathered.amax.view(1)
@@ -272,21 +273,24 @@ class TransformerEngineBackend(Backend):
         return fprop, NativeOperand.of(weight.transposed(), amax, dgrad_layout)
 
     def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """One quantizer makes both operands if they are of one kind; otherwise each has its own."""
-        if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
-            made: tuple[Any, Any] = self.quantize(x, columns, rows)
+        both = as_stored is not None and transposed is not None and as_stored.operand == transposed.operand
+        if both and as_stored is not None and as_stored.operand.quantized:
+            made: tuple[Any, Any] = self.quantize(x, place, as_stored, transposed)
             return lambda: made[0], lambda: made[1]
-        return self._maker(x, columns, None), self._maker(x, None, rows)
+        return self._maker(x, place, as_stored, None), self._maker(x, place, None, transposed)
 
-    def _maker(self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None) -> MakeOperand | None:
-        request = columns or rows
+    def _maker(
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
+    ) -> MakeOperand | None:
+        request = as_stored or transposed
         if request is None:
             return None
         if not request.operand.quantized:
-            return functools.partial(quantize_operand, x, request, transposed=columns is None)
-        return lambda: self.quantize(x, columns, rows)[columns is None]
+            return functools.partial(quantize_operand, *rows_of(x, place, as_stored is None), request)
+        return lambda: self.quantize(x, place, as_stored, transposed)[as_stored is None]
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -313,18 +317,19 @@ class TransformerEngineBackend(Backend):
         return out[0]
 
     def quantize(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
         """Operands of one kind from x [n, m]: along its columns, even without a request, and along its rows."""
-        request = columns or rows
+        request = as_stored or transposed
         assert request is not None
-        hadamard, signs = rows is not None and rows.rht > 0, request.signs == "fixed"
-        options = (request.operand, rows is not None, hadamard, signs, request.amax_group)
+        hadamard, signs = transposed is not None and transposed.rht > 0, request.signs == "fixed"
+        options = (request.operand, transposed is not None, hadamard, signs, place.amax_groups)
         key = (*options, x.device.index)
         if key not in self._quantizers:
             self._quantizers[key] = _new_quantizer(*options)
         x = x.to(request.dtype).contiguous()
-        draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
+        drawn_at = place if as_stored is not None else place.t()
+        draws = nullcontext() if request.key is None else _seeded(request.key.at(drawn_at), x.device)
         with torch.cuda.device(x.device), draws:
             storage = self._quantizers[key](x)
         parts = storage.get_metadata()
@@ -341,7 +346,7 @@ class TransformerEngineBackend(Backend):
             layout = NativeLayout(request.operand, along, type(storage), settings)
             return NativeOperand(parts[f"{name}_data"], scales, amax, layout)
 
-        return operand("rowwise", "columns"), None if rows is None else operand("columnwise", "rows")
+        return operand("rowwise", "columns"), None if transposed is None else operand("columnwise", "rows")
 
 
 _TENSORS = (
@@ -350,7 +355,10 @@ _TENSORS = (
 )
 
 
-def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, group: ProcessGroup | None) -> Any:
+def _new_quantizer(
+    operand: Operand, rows: bool, hadamard: bool, signs: bool, amax_groups: tuple[ProcessGroup, ...]
+) -> Any:
+    assert len(amax_groups) <= 1, "Transformer Engine reduces a maximum over one group"
     library, square, flags = _library(), operand.block[0] > 1, dict[str, Any]()
     if operand.format == "fp8":
         quantizer = library.Float8BlockQuantizer(
@@ -370,8 +378,8 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
         quantizer = library.NVFP4Quantizer(
             rowwise=True,
             columnwise=rows,
-            with_amax_reduction=group is not None,
-            amax_reduction_group=group,
+            with_amax_reduction=bool(amax_groups),
+            amax_reduction_group=next(iter(amax_groups), None),
             with_rht=hadamard,
             with_post_rht_amax=hadamard,
             with_2d_quantization=square,
@@ -389,7 +397,8 @@ def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
     """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key`, offsets included; by
     `graphsafe` calls, because the others copy states, which a capture does not allow."""
     default = torch.cuda.default_generators[device.index or 0]
-    seeded = torch.Generator(device).manual_seed(key.seed) if key.graph_generator is None else key.graph_generator()
+    of_graph = key.graph_generator
+    seeded = torch.Generator(device).manual_seed(key.seed) if of_graph is None else of_graph(key.place)
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(seeded)
     try:

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups, first_line
-from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, shared_amax
-from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, rows_of, shared_amax
+from megatron_fp4.precision.linear import LinearCall, LinearContext, Sharding, quantized_linear
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import (
     FPROP_WEIGHT,
@@ -54,6 +54,8 @@ from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E2M1_VALUES,
     FP32_MAX,
+    Place,
+    Span,
     e2m1_values,
     round_e2m1_stochastic,
     unpack_codes,
@@ -73,9 +75,11 @@ _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
 
 
-def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, exact: bool = False) -> str:
-    """How the operand `made` differs from the reference; empty: not at all. For nvfp4, a collective of the request's
-    `amax_group`. x: [n, k], the tensor that `made` was made from, before the transform.
+def operand_fault(
+    made: BackendOperand, x: Tensor, place: Place, request: OperandRequest, *, exact: bool = False
+) -> str:
+    """How the operand `made` differs from the reference; empty: not at all. For nvfp4, a collective of the place's
+    `amax_groups`. x: [n, k], the tensor that `made` was made from, before the transform; place: its place.
 
     The operand must equal the reference bit for bit, draws included, except for the sign of zeros, which has no effect
     on products. Two differences are allowed. With Transformer Engine's own draws, every code must be a neighbour of its
@@ -88,7 +92,7 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
     amax = functools.reduce(torch.maximum, (operand_rows(x[chunk], request).abs().amax() for chunk in chunks))
     amax = amax.to(torch.float32)
     if format_of(request.operand.format).tensor_scale:
-        amax = shared_amax(amax, request.amax_group)
+        amax = shared_amax(amax, place.amax_groups)
     values, scale = made.unpacked(), made.scale
     if not amax.isfinite():
         poisoned = any(part is not None and not part.isfinite().all() for part in (scale, values))
@@ -99,7 +103,7 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
         if isinstance(decoded, NVFP4Tensor) and (request.key is not None or inexact):
             fault = _allowed_codes_fault(decoded, chunk, rows, request, amax, inexact)
         else:
-            key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
+            key = request.key and request.key.at(replace(place, rows=place.rows.part(chunk)))
             expected = request.operand.encode(rows.to(torch.float32), key, amax)
             actual = values[chunk].to(torch.float32)
             fault = difference("values", actual + 0.0, expected.block_values() + 0.0, chunk.start)
@@ -266,7 +270,8 @@ class Case:
 
     def context(self, backend: Backend, step: int = 0) -> LinearContext:
         """The context of this linear on a single rank."""
-        return LinearContext("selftest", self.recipe, StepState(seed=7, step=step), backend, self.num_groups)
+        sharding = Sharding(num_groups=self.num_groups)
+        return LinearContext("selftest", self.recipe, StepState(seed=7, step=step), backend, sharding)
 
 
 @dataclass(frozen=True)
@@ -287,10 +292,11 @@ def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens
     cases: dict[Case, None] = {}
     for row in (row for plan in plans for row in plan.rows if row.recipe.quantized):
         context, linear = linears[row.linear.name], row.linear
-        shards = context.in_shards, context.out_shards
+        sharding = context.sharding
+        shards = sharding.inputs.ranks, sharding.outputs.ranks
         ranks = [1 if group is None else dist.get_world_size(group) for group in shards]
         shape = linear.in_features // ranks[0], linear.out_features // ranks[1]
-        cases[Case(tokens, *shape, context.num_groups, row.recipe, *shards)] = None
+        cases[Case(tokens, *shape, sharding.num_groups, row.recipe, *shards)] = None
     return list(cases)
 
 
@@ -325,9 +331,10 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
     """The fields of each `Finding` after its case."""
     recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
-    shared = replace(nearest, in_shards=case.in_shards, out_shards=case.out_shards)
+    sharding = Sharding(Span(ranks=case.in_shards), Span(ranks=case.out_shards), case.num_groups)
+    shared = replace(nearest, sharding=sharding)
     quantized = [slot for slot in SLOTS if recipe[slot].quantized]
-    with_shared_amax = [s for s in quantized if recipe[s].format == "nvfp4" and shared.amax_group(s.tensor) is not None]
+    with_shared_amax = [s for s in quantized if recipe[s].format == "nvfp4" and shared.place(s.tensor).amax_groups]
     made: dict[OperandSlot, Any] = {}
     for what, context, slots in (
         ("maximum of all ranks", shared, with_shared_amax),
@@ -335,19 +342,19 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         ("codes", nearest, quantized),
     ):
         for name, tensor in tensors.items() if slots else ():
-            group = context.amax_group(name)
             # Each rank's tensor is half as large as the previous rank's, so that maxima differ.
-            tensor = tensor if group is None else tensor * 2.0 ** -dist.get_rank(group)
+            for group in context.place(name).amax_groups:
+                tensor = tensor * 2.0 ** -dist.get_rank(group)
             call = LinearCall(context, tensors["weight"], tensors["activation"])
             for slot, make, rows in makers_of(call, name, tensor):
                 made[slot] = make()
                 if slot in slots:
-                    yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
+                    yield f"{slot.name} {what}", operand_fault(made[slot], *rows, call.request(slot), exact=True)
     gathered = dict(_gathered_operands(backend, case, nearest, made, device))
     call = LinearCall(nearest, tensors["weight"], tensors["activation"])
     for slot, operand in gathered.items():
-        rows = tensors[slot.tensor]
-        fault = operand_fault(operand, rows.t() if slot.transposed else rows, call.request(slot), exact=True)
+        rows = rows_of(tensors[slot.tensor], call.place(slot.tensor), slot.transposed)
+        fault = operand_fault(operand, *rows, call.request(slot), exact=True)
         yield f"{slot.name} gathered", fault
     if not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
@@ -392,7 +399,9 @@ def _gathered_operands(
     if context.gathers_codes:
         x, w, _ = sample_tensors(case, device)
         call = LinearCall(context, w, x)
-        packed = packed_weight(w, call.request(FPROP_WEIGHT), call.group_rows, call.padded_group_rows)
+        packed = packed_weight(
+            w, call.place("weight"), call.request(FPROP_WEIGHT), call.group_rows, call.padded_group_rows
+        )
         assert isinstance(packed.values, PackedWeight)
         codes = replace(packed.values, scale=packed.scale)
         yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(codes, context.recipe[FPROP_WEIGHT]), strict=True)
@@ -406,12 +415,14 @@ def _gather_from_itself(message: Tensor) -> Any:
     return SimpleNamespace(wait=lambda: message)
 
 
-def makers_of(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
+def makers_of(
+    call: LinearCall, name: str, tensor: Tensor
+) -> Iterator[tuple[OperandSlot, MakeOperand, tuple[Tensor, Place]]]:
     """For both operands of a tensor (name: as in `SLOTS_OF`): the slot, a function that makes it, and the rows [n, k]
-    that it is made from, before the transform."""
+    that it is made from, before the transform, with their place."""
     for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
         assert make is not None
-        yield slot, make, tensor.t() if slot.transposed else tensor
+        yield slot, make, rows_of(tensor, call.place(name), slot.transposed)
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -510,7 +521,8 @@ def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> 
 
         if drawn:
             call = LinearCall(case.context(backend), tensors["weight"], tensor)
-            rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in drawn}
+            stored = {slot: tensor.t() if slot.transposed else tensor for slot in drawn}
+            rows = {slot: operand_rows(x, call.request(slot)).contiguous() for slot, x in stored.items()}
             yield from ((f"{label} rounding", fault) for label, fault in fairness(rows, draw, case.recipe).items())
 
 
@@ -663,12 +675,12 @@ class Recheck:
         dist.all_gather_object(of_ranks, mine)
         return Rechecked(*watched, [fault for faults in of_ranks for fault in faults])
 
-    def operand(self, make: MakeOperand, x: Tensor, request: OperandRequest) -> Any:
-        """Make an operand from x [n, k] with `make`, and compare it."""
+    def operand(self, make: MakeOperand, x: Tensor, place: Place, request: OperandRequest) -> Any:
+        """Make an operand from x [n, k] at `place` with `make`, and compare it."""
         made, slot = make(), request.slot
         assert slot is not None
         if made.quantized and slot.name not in self._faults:
-            self._faults[slot.name] = operand_fault(made, x, request)
+            self._faults[slot.name] = operand_fault(made, x, place, request)
         return made
 
     def product(

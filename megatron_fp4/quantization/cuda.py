@@ -17,15 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.rounding import RoundingKey
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from megatron_fp4.quantization.rounding import WHOLE, Place, RoundingKey
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +63,8 @@ class Side:
     dot product.
 
     hadamard: size of the transform along the dot product; 0: none. signs: `fixed`, `none`, or `fresh`: drawn from
-    `signs_key`. key: of the draws of stochastic rounding, whose rows and columns are the operand's; None rounds to
-    nearest. ms_eden: quantize by MS-EDEN, with `key` for the draws of block scales.
+    `signs_key`. key: of the draws of stochastic rounding; None rounds to nearest. ms_eden: quantize by MS-EDEN, with
+    `key` for the draws of block scales.
     """
 
     format: str
@@ -105,12 +102,10 @@ class Fused(ABC):
     when they make the operand.
     """
 
-    def __init__(
-        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         """x: BF16, or FP32, which is rounded to BF16. columns, rows: the operands along its columns and along its rows,
-        of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale."""
-        self.x, self.sides = x, {"columns": columns, "rows": rows}
+        of one format. place: of x in the global tensor."""
+        self.x, self.sides, self.place = x, {"columns": columns, "rows": rows}, place
         self.scales: dict[str, Tensor] = {}
 
     @staticmethod

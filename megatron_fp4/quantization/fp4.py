@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ from torch import Tensor
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
-from megatron_fp4.quantization.rounding import GOLDEN, RoundingKey
+from megatron_fp4.quantization.rounding import GOLDEN, WHOLE, Place, RoundingKey
 from megatron_fp4.quantization.square_blocks import aligned, unpack_by_kernel
 from megatron_fp4.quantization.tensor import all_reduce_maxima
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Sizes that were fastest on an H200: columns of a program, programs per multiprocessor, tiles of rows of a program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
@@ -36,13 +33,13 @@ _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 _ROWS = 8  # of a tile, if blocks have one row
 _FOUR_OVER_SIX_BLOCKS = 128  # of a program; each thread has one
 
-_U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
-_MEASURE = Kernel("fp4.measure_kernel", types=(None, _I32, _I32, *([1] * 6), _I32, _I32))
+_U8, _I16, _I32, _I64, _F32 = torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32
+_MEASURE = Kernel("fp4.measure_kernel", types=(None, _I32, _I32, *([1] * 6), _I32, _I32, _I64))
 _QUANTIZE_ALONG_COLUMNS = Kernel(
     "fp4.quantize_columns_kernel", types=(None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3))
 )
 _QUANTIZE_ALONG_ROWS = Kernel(
-    "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3))
+    "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3), _I64)
 )
 _UNPACK = Kernel("fp4.unpack_kernel", types=(_I32, _I16, _I32, *([1] * 4)))
 _FOUR_OVER_SIX = Kernel("fp4.four_over_six_kernel")
@@ -142,11 +139,9 @@ class FusedFP4(Fused):
     """NVFP4 and MXFP4 kernels for a tensor [rows, columns], both multiples of the block's size. The constructor
     measures amax and hashes positions for stochastic rounding."""
 
-    def __init__(
-        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         x = aligned(x)
-        super().__init__(x, columns, rows)
+        super().__init__(x, columns, rows, place)
         side = columns or rows
         assert side is not None
         self.block = side.block[1]
@@ -157,13 +152,17 @@ class FusedFP4(Fused):
         signs = FIXED_SIGNS & ((1 << self.block) - 1) if has_signs else 0
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
-        self._amax = self._hashes = self.x  # placeholders that no kernel reads
+        self._amax = self._hashes = self._index = self.x  # placeholders that no kernel reads
+        self._indexed = isinstance(place.rows.at, Tensor)
+        if isinstance(place.rows.at, Tensor):
+            self._index = place.rows.at
+        assert isinstance(place.columns.at, int), "the kernels take an index of rows only"
         self._has_tensor_scale = side.format == "nvfp4"
         if self._has_tensor_scale:
             self.scales = {along: torch.empty((), device=x.device) for along, side in self.sides.items() if side}
         self._measure(columns.key if columns else None, rows.key if rows else None)
-        if self._has_tensor_scale and amax_group is not None:
-            all_reduce_maxima(self._amax, amax_group)
+        if self._has_tensor_scale:
+            all_reduce_maxima(self._amax, place.amax_groups)
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
@@ -182,20 +181,22 @@ class FusedFP4(Fused):
         elif not stochastic:
             return
         if stochastic:
-            # Hashes of operand 0: rows, pairs of columns; of operand 1: pairs of rows, columns.
-            self._hashes = torch.empty(3 * sum(self.x.shape) // 2, dtype=torch.int32, device=self.x.device)
+            # Hashes of operand 0: rows, pairs of columns; of operand 1: pairs of rows (rows with an index), columns.
+            count = 3 * sum(self.x.shape) // 2 + (self.x.shape[0] // 2 if self._indexed else 0)
+            self._hashes = torch.empty(count, dtype=torch.int32, device=self.x.device)
         blocks = _MEASURE_COLUMNS // self.block
         num_rows, num_blocks = self._size
         column_programs = -(-num_blocks // blocks)
         row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
         # The rows of the operand along the rows are the tensor's columns.
+        columns_key, rows_key = columns_key and columns_key.at(self.place), rows_key and rows_key.at(self.place.t())
         starts = (*hash_starts(columns_key), *reversed(hash_starts(rows_key)))
         device_keys = [None if key is None else key.device for key in (columns_key, rows_key)]
         key_arguments = [self._hashes if key is None else key for key in device_keys]
         launch(
             _MEASURE,
             (column_programs, min(row_programs, num_rows // self.block)),
-            (self.x, self._amax, self._hashes, *self._size, *starts, *key_arguments),
+            (self.x, self._amax, self._hashes, *self._size, *starts, *key_arguments, self._index),
             {
                 "BLOCK": self.block,
                 "AMAX": self._has_tensor_scale,
@@ -204,6 +205,7 @@ class FusedFP4(Fused):
                 "HASH_1": rows_key is not None,
                 "DEVICE_KEY_0": device_keys[0] is not None,
                 "DEVICE_KEY_1": device_keys[1] is not None,
+                "INDEXED": self._indexed,
                 "FP32": self._fp32,
                 "BLOCKS": blocks,
             },
@@ -253,13 +255,15 @@ class FusedFP4(Fused):
             out = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
         blocks = _QUANTIZE_ROWS_COLUMNS[self.block] // self.block
         grid, tiles = self._grid(blocks, self.block)
+        tensors = self.x, out, scales, self._amax, self.scales.get("rows", self.x), self._hashes
         launch(
             _QUANTIZE_ALONG_ROWS,
             grid,
-            (self.x, out, scales, self._amax, self.scales.get("rows", self.x), self._hashes, *self._size, tiles),
+            (*tensors, *self._size, tiles, self._index),
             {
                 "BLOCK": self.block,
                 "STOCHASTIC": side.key is not None,
+                "INDEXED": self._indexed,
                 "PACKED": keep,
                 **self._transform,
                 "FP32": self._fp32,
@@ -309,10 +313,12 @@ class FusedFourOverSix(FusedFP4):
 
 def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, int]:
     """First arguments of the hashes of rows and of pairs of columns, as signed 32-bit integers (see `rounding.py`). If
-    the key is in device memory, the kernel adds it. columns_apart: how many columns share a draw."""
+    the key is in device memory, the kernel adds it; and so it does with an index of positions. columns_apart: how many
+    columns share a draw."""
     if key is None:
         return 0, 0
     bits = 0 if key.device is not None else key.key
-    pair = key.column_offset // columns_apart // 2
-    starts = (key.row_offset * GOLDEN + bits, pair * GOLDEN + (bits >> 32))
+    spans = key.place.rows, key.place.columns.blocks(2 * columns_apart)
+    row, pair = (span.at if isinstance(span.at, int) else 0 for span in spans)
+    starts = (row * GOLDEN + bits, pair * GOLDEN + (bits >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

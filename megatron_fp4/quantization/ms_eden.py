@@ -32,8 +32,6 @@ bits. They work along the rows of a tensor. For an operand along the columns, th
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,6 +44,8 @@ from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E4M3_MAX,
     FP32_MAX,
+    WHOLE,
+    Place,
     RoundingKey,
     round_e2m1_nearest,
     round_e4m3_stochastic,
@@ -53,9 +53,6 @@ from megatron_fp4.quantization.rounding import (
     to_e4m3,
 )
 from megatron_fp4.quantization.tensor import NVFP4Tensor, all_reduce_maxima, block_amax, scale_blocks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 BLOCK, GROUP = 16, 128
 GRID_LARGEST = 6.0 / (17 / 16 * 0.93)
@@ -108,7 +105,7 @@ def _group_sums(values: Tensor) -> Tensor:
 
 def _rounded_scales(scales: Tensor, key: RoundingKey) -> Tensor:
     """FP32 [rows, blocks] rounded to float8_e4m3fn stochastically, by the draws of `key`."""
-    block_key = replace(key, column_offset=key.column_offset // BLOCK)
+    block_key = key.at(Place(key.place.rows, key.place.columns.blocks(BLOCK)))
     uniform = rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
     return round_e4m3_stochastic(scales.clamp(max=E4M3_MAX), uniform).to(torch.float8_e4m3fn)
 
@@ -117,15 +114,13 @@ class FusedMSEden(Fused):
     """MS-EDEN kernels for a tensor [rows, columns]. If there is an operand along its rows (columns), their number is a
     multiple of 128."""
 
-    def __init__(
-        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
-    ) -> None:
-        super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows)
+    def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
+        super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, place)
         self._operands: dict[str, _OperandAlongRows] = {}
         for along, side in self.sides.items():
             if side is not None:
-                tensor = self.x if along == "rows" else self.x.t().contiguous()
-                self._operands[along] = _OperandAlongRows(tensor, side, amax_group)
+                at_rows = (self.x, place) if along == "rows" else (self.x.t().contiguous(), place.t())
+                self._operands[along] = _OperandAlongRows(*at_rows, side)
                 self.scales[along] = self._operands[along].scale
 
     @staticmethod
@@ -149,10 +144,10 @@ class _OperandAlongRows:
     """The operand [columns, k = rows] of a contiguous BF16 tensor [rows, columns]. The constructor draws the signs of
     the transform and measures amax after it."""
 
-    def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
+    def __init__(self, x: Tensor, place: Place, side: Side) -> None:
         assert x.shape[0] % GROUP == x.shape[1] % BLOCK == 0, f"MS-EDEN: {tuple(x.shape)}"
         assert side.key is not None and side.signs_key is not None
-        self.x, self.key = x, side.key
+        self.x, self.key = x, side.key.at(place.t())
         self.tiles, self.columns = x.shape[0] // GROUP, x.shape[1]
         self.scale = torch.empty((), device=x.device)
         self.signs = torch.empty(4, dtype=torch.int32, device=x.device)
@@ -171,8 +166,7 @@ class _OperandAlongRows:
             (x.view(torch.int16), self.signs, self.amax, self.columns, self.tiles),
             {"FACTOR": _FACTOR, "COLUMNS": _COLUMNS},
         )
-        if amax_group is not None:
-            all_reduce_maxima(self.amax, amax_group)
+        all_reduce_maxima(self.amax, place.amax_groups)
 
     def values(self) -> Tensor:
         """BF16 [columns, k = rows]."""
@@ -191,11 +185,13 @@ class _OperandAlongRows:
     def _quantize(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         tensors = self.x.view(torch.int16), self.signs, values, codes, scales, self.amax.view(torch.float32), self.scale
         constants = {"FACTOR": _FACTOR, "TOP": _TOP, "SHARE": _SHARE, "PACKED": packed, "COLUMNS": _COLUMNS}
+        indices = {"rows": self.key.place.rows.at, "columns": self.key.place.columns.at}
+        index = next(((name, at) for name, at in indices.items() if isinstance(at, Tensor)), ("", self.amax))
         launch(
             _QUANTIZE,
             (-(-self.columns // _COLUMNS) * self.tiles,),
-            (*tensors, *_key_arguments(self.key, self.amax), self.columns),
-            {**constants, "DEVICE_KEY": self.key.device is not None},
+            (*tensors, *_key_arguments(self.key, self.amax), self.columns, index[1]),
+            {**constants, "DEVICE_KEY": self.key.device is not None, "INDEX": index[0]},
         )
 
 

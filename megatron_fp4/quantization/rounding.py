@@ -8,14 +8,14 @@ Stochastic rounding must give the same codes after a restart, on any mesh, on CP
 generator with a state: a draw is a pure function (a hash) of
 
     a 64-bit key:  run seed, step, global micro-batch index, name of the linear, name of the operand;
-    a position:    row and column of the element in the *global* tensor.
+    a position:    row and column of the element in the *global* tensor (`Place`).
 
 The key is split into two 32-bit halves, one for rows and one for columns. Rows and columns are hashed separately (a few
 thousand hashes), and the exclusive-or of an element's two hashes is mixed once more. The mixing function is
-`lowbias32`, Chris Wellons' finalizer with two multiplications, whose bias is near the statistical minimum. Positions do
-not overflow, however large the tensor is, and a rank that holds a shard needs only the shard's offset. All arithmetic
-is modulo 2^32. PyTorch's int32 multiplication wraps as it should; its right shift is arithmetic, so the shifted-in sign
-bits are masked out.
+`lowbias32`, Chris Wellons' finalizer with two multiplications, whose bias is near the statistical minimum. A rank that
+holds a part of a tensor needs to know only where its rows and columns lie in the whole. All arithmetic, that of
+positions included, is modulo 2^32. PyTorch's int32 multiplication wraps as it should; its right shift is arithmetic, so
+the shifted-in sign bits are masked out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -133,34 +137,96 @@ def ue8m0_values(codes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RoundingKey:
-    """Key and position that determine the draws of one quantization.
+class Span:
+    """Which positions of a dimension of the global tensor are here, and who has the others.
 
-    key: 64 bits, from `rounding_key`. row_offset, column_offset: position of the local tensor's first element in the
-        global tensor, if the local tensor is a shard.
+    at: the first position, which the others follow; or, where they are not contiguous (a head-tail slice of a sequence,
+        several sequences, the tokens of an expert), the position of each, int64 [n] on the tensor's device.
+    ranks: those that hold the other positions; None: there are no others, or they do not matter.
+    """
+
+    at: int | Tensor = 0
+    ranks: ProcessGroup | None = None
+
+    def positions(self, count: int, device: torch.device | str) -> Tensor:
+        """The positions of `count` rows or columns, int64 [count]."""
+        if isinstance(self.at, int):
+            return torch.arange(self.at, self.at + count, device=device)
+        assert len(self.at) == count, f"{len(self.at)} positions of {count}"
+        return self.at
+
+    def blocks(self, size: int) -> Span:
+        """The numbers of complete blocks of `size` positions; a block is known by its first position."""
+        return Span(self.at // size if isinstance(self.at, int) else self.at[::size] // size, self.ranks)
+
+    def part(self, part: slice) -> Span:
+        """A contiguous part of these positions."""
+        return Span(self.at + part.start if isinstance(self.at, int) else self.at[part], self.ranks)
+
+
+ALL = Span()
+"""All positions of a dimension."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor [rows, columns] lies in the global tensor. Draws and maxima come from it, so that any partition
+    into complete blocks has the codes of the whole.
+
+    Rows that come from several micro-batches are numbered over all of these (micro-batch * tokens + token), and their
+    key leaves the micro-batch out: so a row's draws depend on its own micro-batch, whichever rank has it.
+    """
+
+    rows: Span = ALL
+    columns: Span = ALL
+
+    @property
+    def amax_groups(self) -> tuple[ProcessGroup, ...]:
+        """The groups over which the tensor's maximum is reduced, one after another; empty: all of it is here."""
+        return tuple(span.ranks for span in (self.rows, self.columns) if span.ranks is not None)
+
+    def t(self) -> Place:
+        """The place of the transposed tensor."""
+        return Place(self.columns, self.rows)
+
+
+WHOLE = Place()
+"""The place of a tensor that is here as a whole."""
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """Key and place that determine the draws of one quantization.
+
+    key: 64 bits, from `rounding_key`. place: of the operand [rows, k] that is quantized.
     device: the same 64 bits in device memory, int32 [4] aligned to 16 bytes: low half, high half, 0, 0. If it is given,
         draws use what it holds at that time, not `key`: the arguments of a captured CUDA graph are fixed, so the graph
         reads a key from memory, which is overwritten before each replay (precision/rng.py).
-    graph_generator: returns the generator that a captured CUDA graph draws from instead, seeded with `seed` before each
-        replay; for backends that draw from generators.
+    graph_generator: returns the generator from which a captured CUDA graph draws at a place instead, seeded with `seed`
+        before each replay; for backends that draw from generators.
     """
 
     key: int
-    row_offset: int = 0
-    column_offset: int = 0
+    place: Place = WHOLE
     device: Tensor | None = field(default=None, compare=False)
-    graph_generator: Callable[[], torch.Generator] | None = field(default=None, compare=False)
+    graph_generator: Callable[[Place], torch.Generator] | None = field(default=None, compare=False)
+
+    def at(self, place: Place) -> RoundingKey:
+        """The same key for the draws of a tensor at `place`."""
+        return replace(self, place=place)
 
     @property
     def seed(self) -> int:
-        """63 bits from key and position, for generators that know no positions."""
-        return rounding_key(self.key, self.row_offset, self.column_offset).key >> 1
+        """63 bits from key and first position, for generators that know no positions."""
+        first = self.place.rows.at, self.place.columns.at
+        assert all(isinstance(at, int) for at in first), "a generator's draws cannot follow an index of positions"
+        return rounding_key(self.key, *first).key >> 1  # type: ignore[arg-type]
 
 
-def rounding_key(*parts: int | str, row_offset: int = 0, column_offset: int = 0) -> RoundingKey:
+def rounding_key(*parts: int | str) -> RoundingKey:
     """The key of the quantization with these coordinates, for instance (seed, step, micro-batch, linear, operand)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return RoundingKey(int.from_bytes(digest, "little"), row_offset, column_offset)
+    return RoundingKey(int.from_bytes(digest, "little"))
 
 
 def fresh_rounding_key() -> RoundingKey:
@@ -174,8 +240,8 @@ def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch
     high: int | Tensor = key.key >> 32
     if key.device is not None:
         low, high = key.device[:2].to(torch.int64).bitwise_and_(0xFFFFFFFF).unbind()
-    row_hash = _hash_positions(low, key.row_offset, num_rows, device)
-    column_hash = _hash_positions(high, key.column_offset, num_columns, device)
+    row_hash = _hash_positions(low, key.place.rows.positions(num_rows, device))
+    column_hash = _hash_positions(high, key.place.columns.positions(num_columns, device))
     return _mix(row_hash[:, None] ^ column_hash[None, :])
 
 
@@ -188,14 +254,18 @@ def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: to
 def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
     """FP32 draws for stochastic rounding, odd multiples of 2^-16 in (0, 1), [num_rows, num_columns].
 
-    Columns 2j and 2j + 1 use the low and the high half of one hash, that of column j; so num_columns and the key's
-    column offset must be even. A draw is 15 random bits plus half a unit of the last. So values on the grid stay
-    unchanged, and the probability of rounding up is the exact one, rounded to the nearest multiple of 2^-15.
+    Columns 2j and 2j + 1 use the low and the high half of one hash, that of column j; so columns that follow each other
+    come in pairs, from an even position on. A draw is 15 random bits plus half a unit of the last. So values on the
+    grid stay unchanged, and the probability of rounding up is the exact one, rounded to the nearest multiple of 2^-15.
     """
-    assert num_columns % 2 == key.column_offset % 2 == 0, "columns come in pairs"
-    pairs = replace(key, column_offset=key.column_offset // 2)
-    bits = random_bits(pairs, num_rows, num_columns // 2, device)
-    halves = torch.stack((bits & 0xFFFF, (bits >> 16) & 0xFFFF), dim=-1).flatten(-2)
+    columns = key.place.columns
+    if isinstance(columns.at, int):
+        assert num_columns % 2 == columns.at % 2 == 0, "columns come in pairs"
+        bits = random_bits(key.at(Place(key.place.rows, columns.blocks(2))), num_rows, num_columns // 2, device)
+        halves = torch.stack((bits & 0xFFFF, (bits >> 16) & 0xFFFF), dim=-1).flatten(-2)
+    else:
+        bits = random_bits(key.at(Place(key.place.rows, Span(columns.at // 2))), num_rows, num_columns, device)
+        halves = torch.where(columns.at % 2 == 1, bits >> 16, bits).bitwise_and_(0xFFFF)
     return halves.bitwise_or_(1).to(torch.float32).mul_(2.0**-16)
 
 
@@ -206,8 +276,7 @@ def round_e2m1(scaled: Tensor, key: RoundingKey | None) -> Tensor:
     return round_e2m1_stochastic(scaled, rounding_draws(key, scaled.shape[0], scaled.shape[1], scaled.device))
 
 
-def _hash_positions(seed: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
-    position = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
+def _hash_positions(seed: int | Tensor, position: Tensor) -> Tensor:
     hashed = (position * GOLDEN + seed) & 0xFFFFFFFF
     return _mix(torch.where(hashed >= 2**31, hashed - 2**32, hashed).to(torch.int32))
 

@@ -43,8 +43,8 @@ from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
-_MAXIMA = Kernel("square_blocks.maxima_kernel", types=(None, _F32, *([1] * 7)))
-_QUANTIZE = Kernel("square_blocks.quantize_kernel", types=(None, _F32, _F32, _U8, _U8, *([1] * 7)))
+_MAXIMA = Kernel("square_blocks.maxima_kernel", types=(None, _F32, *([1] * 6)))
+_QUANTIZE = Kernel("square_blocks.quantize_kernel", types=(None, _F32, _F32, _U8, _U8, *([1] * 6)))
 _UNPACK = Kernel("square_blocks.unpack_kernel", types=(_U8, _U8, _I32, *([1] * 4)))
 # Columns of a program.
 _COLUMNS, _UNPACK_COLUMNS = 512, 2048
@@ -197,7 +197,7 @@ def _launch_on_rows(kernel: Kernel, x: Tensor, blocks: RowBlocks, tensors: tuple
     """Launch a program for each of the part's blocks of rows and each `_COLUMNS` columns."""
     column_blocks, per_program = x.shape[1] // blocks.block, _COLUMNS // blocks.block
     grid = (-(-column_blocks // per_program) * blocks.num_blocks,)
-    rows = (blocks.first, blocks.end, blocks.group_rows, blocks.blocks_per_group, blocks.first_block, blocks.num_blocks)
+    rows = (blocks.first, blocks.end, blocks.group_rows, blocks.blocks_per_group, blocks.first_block)
     constants = {"BLOCK": blocks.block, "FP32": x.dtype == torch.float32, "BLOCKS": per_program}
     launch(kernel, grid, (*tensors, column_blocks, *rows), constants)
 

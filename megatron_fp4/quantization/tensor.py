@@ -141,13 +141,14 @@ def tensor_decode_scale(amax: Tensor, scale_max: float) -> Tensor:
     return amax / torch.full_like(amax, E2M1_MAX * scale_max)
 
 
-def all_reduce_maxima(bits: Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce FP32 maxima over `group`, in place.
+def all_reduce_maxima(bits: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """All-reduce FP32 maxima over each of `groups`, in place.
 
     bits: int32, the bits of non-negative FP32 numbers. These compare like the numbers, and NaN is the largest; a
         floating-point reduction may lose NaN.
     """
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
 
 
 def overflow_guard(amax: Tensor) -> Tensor:

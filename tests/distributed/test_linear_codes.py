@@ -27,6 +27,7 @@ from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.rounding import WHOLE
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
 from tests.precision import te_stand_in
 from tests.quantization import cublas, kernel_layout
@@ -243,7 +244,7 @@ def test_amax_per_shard_quantizes_every_shard_like_a_tensor(one):
     for rank, found in enumerate(ranks):
         for index, (tensor, operand_format) in enumerate(((x, NVFP4.fprop.left), (w, NVFP4.fprop.right))):
             request = OperandRequest(operand_format, dtype=torch.float32)
-            expected = quantize_operand(tensor.chunk(2, 1)[rank], request)
+            expected = quantize_operand(tensor.chunk(2, 1)[rank], WHOLE, request)
             values, scale = found["row"]["fprop"][index]
             assert torch.equal(values, expected.values)
             assert torch.equal(scale, expected.scale)

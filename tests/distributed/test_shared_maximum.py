@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_fp4.precision import verify
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import Case, SelfTestError, check
+from megatron_fp4.quantization.rounding import WHOLE
 from tests.precision import te_stand_in
 from tests.precision.reference import NVFP4
 from tests.training.harness import launch
@@ -30,8 +30,8 @@ CPU = torch.device("cpu")
 class OwnMaximum(EmulatedBackend):
     """A backend in which each rank scales by its own maximum."""
 
-    def operands(self, x: Any, columns: Any, rows: Any) -> Any:
-        return super().operands(x, *(request and replace(request, amax_group=None) for request in (columns, rows)))
+    def operands(self, x: Any, place: Any, as_stored: Any, transposed: Any) -> Any:
+        return super().operands(x, WHOLE, as_stored, transposed)
 
 
 def shared_findings(rank: int, shards: str, wrong: str) -> list[tuple[str, str]]:

@@ -100,8 +100,7 @@ def sides(form: str) -> list[tuple[Side, Side]]:
     """The sides along columns and along rows of the recipes' x, W and dy."""
     row, square = FORMATS[form].blocks
     block = row[1]
-    first = rounding_key(1, "a", row_offset=48, column_offset=160)
-    second = rounding_key(1, "b", row_offset=2**33, column_offset=16)
+    first, second = rounding_key(1, "a"), rounding_key(1, "b")
     return [
         (Side(form, row), Side(form, row, block)),
         (Side(form, square), Side(form, row)),

@@ -20,6 +20,7 @@ from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.rounding import WHOLE
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision.reference import NVFP4, QUARTET2
 from tests.recipes import changed
@@ -98,7 +99,7 @@ def test_a_probe_measures_the_operands_and_products_of_the_linear_without_changi
         if operand.source == "codes" or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
-        made = quantize_operand(seen, OperandRequest(operand, key=context.key(5, 0, name, 0, 0)))
+        made = quantize_operand(seen, WHOLE, OperandRequest(operand, key=context.key(5, 0, name)))
         values, exact = made.values.double() * (1.0 if made.scale is None else made.scale.double()), seen.double()
         snr = 10 * torch.log10(exact.square().sum() / (values - exact).square().sum()).item()
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)

@@ -9,6 +9,7 @@ from megatron_fp4.planning.dry_run import Ledger, fake_ranks, planned_gpu
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.messages import start_all_gather
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization.rounding import WHOLE
 
 KIB = 1024
 
@@ -63,7 +64,7 @@ def test_operands_and_products_of_a_backend(backend, form, block, power_of_two, 
     with planned_gpu(backend) as planned, FakeTensorMode(), Ledger(lambda: 0) as ledger:
         a, b = (torch.empty(size, 1024, dtype=torch.bfloat16) for size in (512, 256))
         before = ledger.live_bytes
-        made = [planned.operands(x.t().contiguous(), None, request)[1]() for x in (a, b)]
+        made = [planned.operands(x.t().contiguous(), WHOLE, None, request)[1]() for x in (a, b)]
         elements = a.numel() + b.numel()
         assert ledger.live_bytes - before == pytest.approx(codes * elements, abs=16 * KIB)
         before = ledger.live_bytes

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import fixed_signs
+from megatron_fp4.quantization.rounding import Span
 from tests.quantization import oracle
 from tests.recipes import changed
 
@@ -147,12 +148,14 @@ def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple
     """y, dx and dw of the specification, with the context's draws."""
     step_state = context.step_state
     return reference_linear(
-        x, w, dy, context.recipe, lambda label: context.key(step_state.step, step_state.micro_batch, label, 0, 0)
+        x, w, dy, context.recipe, lambda label: context.key(step_state.step, step_state.micro_batch, label)
     )
 
 
-def context_of(recipe: Recipe, **settings) -> LinearContext:
-    """The context of a linear, with its own StepState."""
+def context_of(recipe: Recipe, num_groups: int = 1, first_output: int = 0, **settings) -> LinearContext:
+    """The context of a linear, with its own StepState. first_output: where its output features begin in the global
+    tensor."""
+    settings["sharding"] = Sharding(outputs=Span(first_output), num_groups=num_groups)
     return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, step_state=StepState(seed=1), **settings)
 
 

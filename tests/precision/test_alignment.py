@@ -66,9 +66,13 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
             built = build_model(replace(config.model, pattern=pattern), mesh, torch.bfloat16)
         for _, module in built.linears():
             context, (outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
-            has_slices = context.in_tokens is not None, context.out_tokens is not None
-            sizes = outputs // context.num_groups % 128, outputs % 128, inputs % 128, context.num_groups > 1
-            found[sizes, has_slices, context.keep_padding] = (outputs, inputs), context
+            sharding = context.sharding
+            has_slices, num_groups = (
+                (sharding.in_tokens is not None, sharding.out_tokens is not None),
+                sharding.num_groups,
+            )
+            sizes = outputs // num_groups % 128, outputs % 128, inputs % 128, num_groups > 1
+            found[sizes, has_slices, sharding.keep_padding] = (outputs, inputs), context
     assert len(found) >= 4
     return list(found.values())
 
@@ -85,7 +89,8 @@ def compute(backend: Backend, by_name: Mapping[str, Recipe], tensor: int) -> Non
                 if inputs % backend.alignment(recipe).inputs:
                     continue  # refused
                 context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
-                groups = context.in_tokens, context.out_tokens
+                sharding = context.sharding
+                groups = sharding.in_tokens, sharding.out_tokens
                 gathered, scattered = (1 if group is None else group.size() for group in groups)
                 x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
                 weight = nn.Parameter(torch.empty(outputs, inputs))
@@ -95,7 +100,7 @@ def compute(backend: Backend, by_name: Mapping[str, Recipe], tensor: int) -> Non
                 except Exception as error:
                     raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
                 assert y.shape[0] * scattered == tokens * gathered
-                assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
+                assert y.shape[1] == outputs or (sharding.keep_padding and y.shape[1] > outputs)
                 assert x.grad is not None and x.grad.shape == x.shape
                 assert weight.grad is not None and weight.grad.shape == weight.shape
 

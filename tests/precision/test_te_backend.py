@@ -14,7 +14,7 @@ from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.verify import Case, check
-from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.quantization.rounding import WHOLE, Place, Span, rounding_key
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
@@ -139,7 +139,7 @@ def test_draws_depend_on_the_key_alone_and_the_generator_is_unchanged():
     with stand_in.installed():
         generator, drawn = torch.cuda.default_generators[0], []
         before, state = generator.state, generator.state.get_state()
-        for key in (rounding_key("a"), rounding_key("a"), rounding_key("b"), rounding_key("a", row_offset=16)):
+        for key in (rounding_key("a"), rounding_key("a"), rounding_key("b"), rounding_key("a").at(Place(Span(16)))):
             with te._seeded(key, CPU):
                 drawn.append(tuple(torch.rand(4, generator=generator.state).tolist()))
         assert generator.state is before and torch.equal(before.get_state(), state)
@@ -189,7 +189,7 @@ def test_nan_in_a_slice_reaches_all_tokens():
     x[5, 7] = float("nan")
     request = OperandRequest(ref.X)
     with stand_in.installed():
-        slices = [te.TransformerEngineBackend().operands(part, request, None)[0]() for part in x.split(32)]
+        slices = [te.TransformerEngineBackend().operands(part, WHOLE, request, None)[0]() for part in x.split(32)]
     # On the rank with the other slice, whose maximum is finite.
     messages = []
     for made in slices:

@@ -14,6 +14,7 @@ from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.support import first_refusal
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.verify import Case
+from megatron_fp4.quantization.rounding import WHOLE
 from tests.precision import reference as ref
 from tests.quantization import cublas
 
@@ -57,7 +58,7 @@ def test_codes_are_those_of_the_quantizer_padded_with_zeros(operand, columns):
     x = torch.randn(160, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[32:64, 8:16], x[0, 0], x[1, 5], x[2, 9] = -1e-30, -0.0, 1000, 3e-39
     expected = operand.encode(x.float())
-    made = TorchBackend().operands(x, OperandRequest(operand), None)[0]()
+    made = TorchBackend().operands(x, WHOLE, OperandRequest(operand), None)[0]()
     assert torch.equal(made.decoded().codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(made.decoded().scales.view(torch.uint8), expected.scales.view(torch.uint8))
     size, padded = x.shape[1] // made.form.per_byte, -(-x.shape[1] // 32) * 32 // made.form.per_byte

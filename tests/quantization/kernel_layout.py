@@ -3,6 +3,7 @@ order is implemented here a second time."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
 from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.rounding import unpack_codes
+from megatron_fp4.quantization.rounding import WHOLE, Place, unpack_codes
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
@@ -31,22 +32,21 @@ def packed_columns(codes: Tensor, scales: Tensor) -> PackedColumns:
 class PackedFP4(FusedFP4):
     """`FusedFP4` for NVFP4 on a CPU."""
 
-    def __init__(
-        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: Any = None
-    ) -> None:
-        self.x, self.sides = x.to(torch.bfloat16), {"columns": columns, "rows": rows}
+    def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
+        self.x, self.sides, self.place = x.to(torch.bfloat16), {"columns": columns, "rows": rows}, place
         self.scales = {along: torch.empty(()) for along, side in self.sides.items() if side is not None}
         transformed = self.x.t() if rows is None else _transformed(self.x.t(), rows)
         self.maxima = {"columns": self.x.abs().amax().float(), "rows": transformed.abs().amax().float()}
-        for amax in self.maxima.values() if amax_group is not None else ():
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
+        for amax, group in itertools.product(self.maxima.values(), place.amax_groups):
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
         side = self.sides[along]
         assert side is not None and self.makes(side, along)
         x = self.x if along == "columns" else _transformed(self.x.t(), side)
         rounding = "stochastic" if side.key else "nearest"
-        quantized = quantize_nvfp4(x, side.block, rounding, key=side.key, amax=self.maxima[along])
+        key = side.key and side.key.at(self.place if along == "columns" else self.place.t())
+        quantized = quantize_nvfp4(x, side.block, rounding, key=key, amax=self.maxima[along])
         self.scales[along].copy_(quantized.decode_scale())
         if not keep:
             return quantized.block_values().bfloat16()

@@ -23,7 +23,7 @@ from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.quantization.rounding import WHOLE, rounding_key
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
 ALONG = ("columns", "rows")
@@ -58,7 +58,7 @@ def test_each_format_describes_what_its_encoder_returns(operand: Operand) -> Non
     reshaped = encoded.reshaped((2, 128))
     assert reshaped.shape == (2, 128, 256) and torch.equal(reshaped.block_values().flatten(0, 1), values)
     # The operand of a GEMM has the same values.
-    gemm_operand = quantize_operand(x, OperandRequest(operand, key=KEY, dtype=torch.float32)).unpacked()
+    gemm_operand = quantize_operand(x, WHOLE, OperandRequest(operand, key=KEY, dtype=torch.float32)).unpacked()
     assert torch.equal(gemm_operand.float(), values) and gemm_operand.dtype == encoded.exact
 
 
@@ -95,18 +95,18 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
                 request = OperandRequest(operand, rht, "fresh" if ms_eden else "fixed", key, KEY)
                 requests = [request if kernels(side_of(request), along) else None for along in ALONG]
                 for keep in (False, True):
-                    makers = EMULATED.operands(x, *(each and replace(each, keep=keep) for each in requests))
+                    makers = EMULATED.operands(x, WHOLE, *(each and replace(each, keep=keep) for each in requests))
                     gemm_operands = [maker() for maker in makers if maker is not None]
                     assert all(each.unpacked().shape == (128, 128) for each in gemm_operands)
                     if len(gemm_operands) == 2:
                         EMULATED.gemm(*gemm_operands, x.dtype)
                 if operand.format in SCALED_MM_FORMATS:
-                    for maker in TorchBackend().operands(x, *requests):
+                    for maker in TorchBackend().operands(x, WHOLE, *requests):
                         if maker is not None:
                             maker()
         for name in ("nvfp4", "mxfp4"):
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
-            assert packed_weight(x, request, 128, 128).unpacked().shape == (128, 128)
+            assert packed_weight(x, WHOLE, request, 128, 128).unpacked().shape == (128, 128)
         for kernel, arguments, constants in started:
             parameters, constant_names = known[kernel.name]
             assert len(arguments) == len(parameters), kernel

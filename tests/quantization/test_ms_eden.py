@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.ms_eden import encode_ms_eden
-from megatron_fp4.quantization.rounding import round_e4m3_stochastic, rounding_draws, rounding_key
+from megatron_fp4.quantization.rounding import Place, Span, round_e4m3_stochastic, rounding_draws, rounding_key
 from tests.quantization.oracle import E2M1, E4M3, nearest
 
 KEY = rounding_key("draws")
@@ -72,7 +70,7 @@ def test_draws_for_scales_depend_on_row_and_block():
     x = normal(8, 512)
     amax = x.abs().amax()
     whole = encode_ms_eden(x, KEY, amax=amax)
-    part = encode_ms_eden(x[3:, 256:], replace(KEY, row_offset=3, column_offset=256), amax=amax)
+    part = encode_ms_eden(x[3:, 256:], KEY.at(Place(Span(3), Span(256))), amax=amax)
     assert torch.equal(part.codes, whole.codes[3:, 128:])
     assert torch.equal(part.scales.view(torch.uint8), whole.scales[3:, 16:].view(torch.uint8))
     other = encode_ms_eden(x, rounding_key("others"), amax=amax)

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from megatron_fp4.quantization.rounding import (
+    Place,
     RoundingKey,
+    Span,
     e2m1_codes,
     random_bits,
     random_uniform,
@@ -107,17 +109,19 @@ def test_draws_are_frozen():
         return x ^ (x >> 16)
 
     assert rounding_key(*COORDINATES).key == 12551157338171298465
-    key = RoundingKey(0xDEADBEEFCAFEF00D, 2**31 - 3, 2**32 - 5)
+    key, row = RoundingKey(0xDEADBEEFCAFEF00D), Span(2**31 - 3)
     rows = [mix(((2**31 - 3 + i) * 0x9E3779B9 + 0xCAFEF00D) & 0xFFFFFFFF) for i in range(6)]
     columns = [mix(((2**32 - 5 + i) * 0x9E3779B9 + 0xDEADBEEF) & 0xFFFFFFFF) for i in range(7)]
     bits = [[mix(r ^ c) for c in columns] for r in rows]
-    assert unsigned(random_bits(key, 6, 7, "cpu")).tolist() == bits
-    assert (random_uniform(key, 6, 7, "cpu") * 2**22).tolist() == [[bit >> 10 for bit in row] for row in bits]
+    assert unsigned(random_bits(key.at(Place(row, Span(2**32 - 5))), 6, 7, "cpu")).tolist() == bits
+    assert (random_uniform(key.at(Place(row, Span(2**32 - 5))), 6, 7, "cpu") * 2**22).tolist() == [
+        [bit >> 10 for bit in row] for row in bits
+    ]
     # In draws for rounding, two columns share a hash: that of the pair's number.
     pairs = [mix((((2**32 - 6) // 2 + i) * 0x9E3779B9 + 0xDEADBEEF) & 0xFFFFFFFF) for i in range(4)]
     words = [[mix(r ^ c) for c in pairs] for r in rows]
     halves = [[half | 1 for word in row for half in (word & 0xFFFF, word >> 16)] for row in words]
-    draws = rounding_draws(RoundingKey(key.key, key.row_offset, 2**32 - 6), 6, 8, "cpu")
+    draws = rounding_draws(key.at(Place(row, Span(2**32 - 6))), 6, 8, "cpu")
     assert (draws * 2**16).tolist() == halves
 
 
@@ -125,7 +129,7 @@ def test_draws_are_frozen():
 def test_draws_depend_only_on_key_and_global_position(function):
     whole = function(RoundingKey(99), 64, 96, "cpu")
     for row, column, height, width in ((0, 0, 64, 96), (16, 32, 48, 64), (63, 94, 1, 2), (5, 0, 2, 96)):
-        shard = function(RoundingKey(99, row, column), height, width, "cpu")
+        shard = function(RoundingKey(99, Place(Span(row), Span(column))), height, width, "cpu")
         assert torch.equal(shard, whole[row : row + height, column : column + width])
 
 

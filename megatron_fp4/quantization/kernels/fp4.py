@@ -99,6 +99,7 @@ def measure_kernel(
     start_column_1,
     key_0_ptr,  # int32 [2]: to be added to start_row_0 and start_column_0, with DEVICE_KEY_0
     key_1_ptr,
+    index_ptr,  # int64 [rows]: positions of rows in the global tensor, with INDEXED; row pairs are then single rows
     BLOCK: tl.constexpr,
     AMAX: tl.constexpr,  # whether to measure amax; MXFP4 has no tensor scale
     HADAMARD: tl.constexpr,
@@ -108,6 +109,7 @@ def measure_kernel(
     HASH_1: tl.constexpr,
     DEVICE_KEY_0: tl.constexpr,
     DEVICE_KEY_1: tl.constexpr,
+    INDEXED: tl.constexpr,
     FP32: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -143,17 +145,23 @@ def measure_kernel(
         if HASH_0:
             if tl.program_id(0) == 0:
                 rows = tile * BLOCK + tl.arange(0, BLOCK)
-                tl.store(hash_ptr + rows, position_hash(start_row_0, rows))
+                position = tl.load(index_ptr + rows) if INDEXED else rows
+                tl.store(hash_ptr + rows, position_hash(start_row_0, position))
         if HASH_1:
             if tl.program_id(0) == 0:
-                row_pairs = tile * PAIRS + tl.arange(0, PAIRS)
-                tl.store(hash_ptr + num_rows + width + row_pairs, position_hash(start_row_1, row_pairs))
+                if INDEXED:
+                    rows = tile * BLOCK + tl.arange(0, BLOCK)
+                    hashes = position_hash(start_row_1, tl.load(index_ptr + rows) >> 1)
+                    tl.store(hash_ptr + num_rows + width + rows, hashes)
+                else:
+                    row_pairs = tile * PAIRS + tl.arange(0, PAIRS)
+                    tl.store(hash_ptr + num_rows + width + row_pairs, position_hash(start_row_1, row_pairs))
     if HASH_0:
         if tl.program_id(1) == 0:
             tl.store(hash_ptr + num_rows + offsets, position_hash(start_column_0, offsets))
     if HASH_1:
         if tl.program_id(1) == 0:
-            columns_ptr = hash_ptr + num_rows + width + num_rows // 2 + offsets
+            columns_ptr = hash_ptr + num_rows + width + (num_rows if INDEXED else num_rows // 2) + offsets
             tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets))
             tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1))
     if AMAX:
@@ -242,8 +250,10 @@ def quantize_rows_kernel(
     num_rows,
     num_blocks,
     tiles_per_program,  # at most; tiles of BLOCK rows
+    index_ptr,  # as in measure_kernel
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    INDEXED: tl.constexpr,
     PACKED: tl.constexpr,
     HADAMARD: tl.constexpr,
     SIGNS: tl.constexpr,
@@ -262,8 +272,9 @@ def quantize_rows_kernel(
     sixth, inverse = tensor_scale(amax_ptr + (1 if HADAMARD else 0), decode_ptr, BLOCK)
     if STOCHASTIC:
         hash_ptr += num_rows + width
-        hash_even = tl.load(hash_ptr + num_rows // 2 + offsets)
-        hash_odd = tl.load(hash_ptr + num_rows // 2 + width + offsets)
+        row_hashes = num_rows if INDEXED else num_rows // 2
+        hash_even = tl.load(hash_ptr + row_hashes + offsets)
+        hash_odd = tl.load(hash_ptr + row_hashes + width + offsets)
     x_ptr += as_long(first) * BLOCK * width
     values_ptr += as_long(first) * (BLOCK // 4 if PACKED else BLOCK) * width
     scales_ptr += as_long(first) * width
@@ -284,11 +295,21 @@ def quantize_rows_kernel(
         scales = pack(scale_even, scale_odd)
         row_draws = ()
         if STOCHASTIC:
-            for r in tl.static_range(0, BLOCK, 2):
-                row_hash = tl.load(hash_ptr + (first + tile) * PAIRS + r // 2)
-                draws_even = draws(row_hash ^ hash_even)
-                draws_odd = draws(row_hash ^ hash_odd)
-                row_draws += ((draws_even[0], draws_odd[0]), (draws_even[1], draws_odd[1]))
+            if INDEXED:
+                for r in tl.static_range(BLOCK):
+                    row = (first + tile) * BLOCK + r
+                    row_hash = tl.load(hash_ptr + row)
+                    is_second = tl.load(index_ptr + row) % 2 == 1  # of its pair
+                    draws_even = draws(row_hash ^ hash_even)
+                    draws_odd = draws(row_hash ^ hash_odd)
+                    draw_even = tl.where(is_second, draws_even[1], draws_even[0])
+                    row_draws += ((draw_even, tl.where(is_second, draws_odd[1], draws_odd[0])),)
+            else:
+                for r in tl.static_range(0, BLOCK, 2):
+                    row_hash = tl.load(hash_ptr + (first + tile) * PAIRS + r // 2)
+                    draws_even = draws(row_hash ^ hash_even)
+                    draws_odd = draws(row_hash ^ hash_odd)
+                    row_draws += ((draws_even[0], draws_odd[0]), (draws_even[1], draws_odd[1]))
         codes = ()
         signs = ()
         for r in tl.static_range(BLOCK):

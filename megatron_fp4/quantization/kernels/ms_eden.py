@@ -87,11 +87,13 @@ def quantize_kernel(
     start_row,  # the operand's rows are the columns of x: first argument of the hash of its rows ...
     start_column,  # ... and of the hash of its pairs of blocks
     num_columns,
+    index_ptr,  # int64: positions of the operand's rows or columns in the global tensor, with INDEX
     FACTOR: tl.constexpr,
     TOP: tl.constexpr,  # M * 256
     SHARE: tl.constexpr,  # 1 / M
     PACKED: tl.constexpr,
     DEVICE_KEY: tl.constexpr,
+    INDEX: tl.constexpr,  # "rows" or "columns"; empty: positions follow each other
     COLUMNS: tl.constexpr,
 ):
     """Transforms x [tiles * 128, columns] along its rows and quantizes it by MS-EDEN."""
@@ -139,7 +141,7 @@ def quantize_kernel(
     divisor = by_halves(crosses)
     correction = tl.where(divisor == 0.0, 1.0, tl.div_rn(by_halves(squares), divisor))
 
-    row_hash = hash_of(start_row, column)
+    row_hash = hash_of(start_row, tl.load(index_ptr + column) if INDEX == "rows" else column)
     if PACKED:
         out_ptr = codes_ptr + as_long(tile) * 32 * num_columns + column
         scales_ptr += as_long(tile) * 8 * num_columns + column
@@ -148,7 +150,13 @@ def quantize_kernel(
     for pair in tl.static_range(4):
         draws = mixed(row_hash ^ hash_of(start_column, tile * 4 + pair))
         for half in tl.static_range(2):
-            uniform = (((draws >> (16 * half)) & 0xFFFF) | 1).to(tl.float32) * 1.52587890625e-05
+            if INDEX == "columns":
+                block = tl.load(index_ptr + as_long(tile) * 128 + pair * 32 + half * 16) // 16
+                own_draws = mixed(row_hash ^ hash_of(start_column, block // 2))
+                bits = own_draws >> (block % 2 * 16).to(tl.uint32)
+            else:
+                bits = draws >> (16 * half)
+            uniform = ((bits & 0xFFFF) | 1).to(tl.float32) * 1.52587890625e-05
             scale = stochastic_e4m3(nan_min(scales[2 * pair + half] * correction, 448.0), uniform)
             if PACKED:
                 store_byte(scales_ptr, scale_byte(scale, 16))

@@ -36,19 +36,16 @@ from megatron_fp4.quantization.kernels.arithmetic import (
 )
 
 
-@triton.jit(
-    do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_row_blocks"]
-)
+@triton.jit(do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block"])
 def maxima_kernel(
     x_ptr,  # [rows, columns] as pairs: the part's rows
-    maxima_ptr,  # out: FP32 [num_row_blocks, columns / BLOCK]
+    maxima_ptr,  # out: FP32 [row blocks, columns / BLOCK]
     num_blocks,  # columns / BLOCK
-    first,  # these six are those of `RowBlocks`
+    first,  # these five are those of `RowBlocks`
     end,
     group_rows,
     blocks_per_group,
     first_block,
-    num_row_blocks,
     BLOCK: tl.constexpr,
     FP32: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -68,12 +65,10 @@ def maxima_kernel(
     tl.store(maxima_ptr + as_long(row_block) * num_blocks + block, tl.reduce(largest, 1, nan_max), block < num_blocks)
 
 
-@triton.jit(
-    do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_row_blocks"]
-)
+@triton.jit(do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block"])
 def quantize_kernel(
     x_ptr,  # [rows, columns] as pairs: the part's rows
-    maxima_ptr,  # FP32 [num_row_blocks, columns / BLOCK]
+    maxima_ptr,  # FP32 [row blocks, columns / BLOCK]
     amax_ptr,  # FP32 [1], of the whole weight; not read for MXFP4
     codes_ptr,  # out: uint8 [rows, columns / 2]
     scales_ptr,  # out: uint8 [rows, columns / BLOCK]
@@ -83,7 +78,6 @@ def quantize_kernel(
     group_rows,
     blocks_per_group,
     first_block,
-    num_row_blocks,
     BLOCK: tl.constexpr,
     FP32: tl.constexpr,
     BLOCKS: tl.constexpr,
