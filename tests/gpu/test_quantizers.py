@@ -13,8 +13,14 @@ from megatron_fp4.quantization.fp8 import BlockScaled, FusedFP8, matmul_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.microscaling import FusedMXFP8, PackedMXFP8
 from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
+<<<<<<< HEAD
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key, unpack_codes
 from tests.gpu import INTERPRETED
+=======
+from megatron_fp4.quantization.rounding import Place, RoundingKey, Span, rounding_key, unpack_codes
+from tests.quantization.partitions import CASES as CASES_OF_PARTS
+from tests.quantization.partitions import check_parts, kernels_take, made, tensor
+>>>>>>> cd00d3f2 (Parts of a tensor at their places have the codes of the whole: a property test, on kernels too)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -118,6 +124,20 @@ def test_fp4(case: str, form: str) -> None:
         check(FusedFP4, x, "rows", rows, rows, made)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES_OF_PARTS.items() if kernels_take(case)])
+def test_parts_have_the_codes_of_the_whole(name: str) -> None:
+    check_parts(CASES_OF_PARTS[name], "cuda")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES_OF_PARTS.items() if case[0].operand.drawn])
+def test_rows_in_any_order_draw_by_their_positions(name: str) -> None:
+    """As the tokens of an expert, which do not come in blocks or pairs."""
+    case = CASES_OF_PARTS[name]
+    index = torch.randperm(2**16)[: len(tensor(case, "cpu"))] + 2**33
+    on_cpu, on_gpu = (made(tensor(case, kind), Place(Span(index.to(kind))), case) for kind in ("cpu", "cuda"))
+    assert same(on_gpu.unpacked(), on_cpu.unpacked()) and same(on_gpu.scale, on_cpu.scale)
+
+
 def in_memory(key: RoundingKey) -> RoundingKey:
     """`key` in device memory, as for CUDA graphs."""
     halves = torch.tensor([key.key & 0xFFFFFFFF, key.key >> 32, 0, 0], dtype=torch.int64)
@@ -143,7 +163,7 @@ def test_four_over_six(case: str, error: str) -> None:
 
 
 def check_ms_eden(x: Tensor, device_keys: bool) -> None:
-    key, signs = rounding_key(1, "a", row_offset=2**33 + 48, column_offset=128 * 160), rounding_key(7, "signs")
+    key, signs = rounding_key(1, "a"), rounding_key(7, "signs")
     side = given = Side("nvfp4", (1, 16), 128, "fresh", key, signs_key=signs, ms_eden=True)
     if device_keys:
         given = replace(side, key=in_memory(key), signs_key=in_memory(signs))

@@ -16,7 +16,7 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
 from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -159,7 +159,8 @@ def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Ten
 
 
 def test_padding_is_not_measured() -> None:
-    whole, padded = _measure(NVFP4, outputs=128, num_groups=2), _measure(NVFP4, outputs=120, num_groups=3)
+    whole = _measure(NVFP4, outputs=128, sharding=Sharding(num_groups=2))
+    padded = _measure(NVFP4, outputs=120, sharding=Sharding(num_groups=3))
     _, w, dy = _tensors(outputs=120)  # 40 rows a group, padded to 48
     for name, tensor in (("dgrad_gradient", dy), ("fprop_weight", w)):
         assert padded.operands[name]["rms"] == pytest.approx(tensor.double().square().mean().sqrt().item(), rel=1e-4)

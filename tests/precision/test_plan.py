@@ -125,10 +125,10 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     quantized_operands: list[str] = []
     original = emulated.quantize_operand
 
-    def counting(x, request, **settings):
+    def counting(rows, place, request):
         if request.operand.quantized:
             quantized_operands.append(str(request.operand))
-        return original(x, request, **settings)
+        return original(rows, place, request)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
     linears, step_state = {shape.name: LinearContext() for shape in shapes()}, StepState(seed=3)
