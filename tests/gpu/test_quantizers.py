@@ -13,14 +13,10 @@ from megatron_fp4.quantization.fp8 import BlockScaled, FusedFP8, matmul_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.microscaling import FusedMXFP8, PackedMXFP8
 from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
-<<<<<<< HEAD
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_key, unpack_codes
-from tests.gpu import INTERPRETED
-=======
 from megatron_fp4.quantization.rounding import Place, RoundingKey, Span, rounding_key, unpack_codes
+from tests.gpu import INTERPRETED
 from tests.quantization.partitions import CASES as CASES_OF_PARTS
 from tests.quantization.partitions import check_parts, kernels_take, made, tensor
->>>>>>> cd00d3f2 (Parts of a tensor at their places have the codes of the whole: a property test, on kernels too)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
