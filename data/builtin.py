@@ -108,7 +108,8 @@ def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBu
     build_once(folder, build)
     try:
         train, validation = ({name: IndexedDataset(folder / split / name) for name in SOURCES} for split in SPLITS)
-        return DataBundle(train, validation, load_tokenizer(folder / "tokenizer.json"))
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        return DataBundle(train, validation, tokenizer, tokenizer.document_tokens)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
 

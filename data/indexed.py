@@ -26,13 +26,14 @@ that are written here, and its files open here.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -64,6 +65,7 @@ _CHECKED_ENTRIES = 1024  # of each array, in a block
 _READ_AT_ONCE = 1 << 11  # document offsets that `document_at` reads at once
 INDEX_BLOCK = 1 << 20
 """Entries of an index that are computed, written or checked at once."""
+_FACTS_BYTES = 1 << 20  # a larger `.json` is something else
 _IDENTITY_BLOCKS, _IDENTITY_BYTES = 16, 4096
 
 
@@ -100,17 +102,37 @@ class TokenSource(Protocol):
         """A string that is equal only for sources with the same tokens; checkpoints save it."""
 
 
+Facts = Mapping[str, Mapping[str, Any] | None]
+"""What is known of how data was made: "tokenizer" (with a "fingerprint"), and the tokens that end ("eod") and begin
+("bos") every document, each with "token" and "id"; None for no token. Without a key nothing is known about it."""
+
+
+def document_tokens_text(facts: Facts) -> str:
+    """One line about the tokens that begin and end documents, for people."""
+
+    def named(key: str) -> str:
+        if key not in facts:
+            return "unknown"
+        mark = facts[key]
+        return "no token" if mark is None else f"{mark['token']} (id {mark['id']})"
+
+    return f"documents begin with: {named('bos')}, end with: {named('eod')}"
+
+
 @dataclass(frozen=True)
 class DataBundle:
-    """Opened sources by name, and the tokenizer that made their tokens, if it is known."""
+    """Opened sources by name. tokenizer: the one that made their tokens, if it is given. facts: of all sources.
+    warnings: lines about the data."""
 
     train: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
     tokenizer: TextTokenizer | None
+    facts: Facts = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
     def summary(self) -> str:
-        """A line with documents and tokens for each source of each split (at most 24), and a warning for each file that
-        is read twice."""
+        """A line with documents and tokens for each source of each split (at most 24), one about the tokens that begin
+        and end documents, the warnings, and one for each file that is read twice."""
         lines = []
         for split, sources in (("train", self.train), ("validation", self.validation)):
             for name, source in list(sources.items())[:24]:
@@ -119,7 +141,8 @@ class DataBundle:
                 lines.append(f"{split:<10} {name:<12} {counts}{files}")
             if len(sources) > 24:
                 lines.append(f"{split:<10} and {len(sources) - 24:,} more")
-        return "\n".join([*lines, *self._read_twice()])
+        lines.append(document_tokens_text(self.facts))
+        return "\n".join([*lines, *self.warnings, *self._read_twice()])
 
     def _read_twice(self) -> list[str]:
         """A warning for each file that two sources, or training and validation, have in common, also as copies under
@@ -211,7 +234,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
-        self.prefix = str(prefix)
+        self.prefix, self._remote_cache = str(prefix), remote_cache
         self._index, self._tokens = (self._open(ending, remote_cache) for ending in (".idx", ".bin"))
         self._opening = True
         self.dtype, self.num_sequences, self.num_documents = self._read_header()
@@ -258,6 +281,26 @@ class IndexedDataset:
     @property
     def parts(self) -> list[IndexedDataset]:
         return [self]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The content of `<prefix>.json`; {} if there is none. Raises ValueError for one that is damaged or describes
+        other tokens."""
+        remedy = f"restore {self}.json, or remove it if the tokens are right"
+        try:
+            file = self._open(".json", self._remote_cache)
+            facts = dict(json.loads(file.read(0, min(file.size, _FACTS_BYTES))))
+            for key, inside in (("tokenizer", "fingerprint"), ("eod", "id"), ("bos", "id")):
+                if facts.get(key) is not None:
+                    facts[key][inside]
+        except (FileNotFoundError, PermissionError):  # stores that do not list their objects refuse a missing one
+            return {}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self}.json does not have the facts of a dataset ({error}); {remedy}") from error
+        for name, own in (("tokens", self.num_tokens), ("documents", self.num_documents), ("dtype", self.dtype.name)):
+            if facts.get(name, own) != own:
+                raise ValueError(f"{self}.json describes other tokens: {name} {facts[name]}, here {own}; {remedy}")
+        return facts
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the stream: [length] in the file's dtype, read-only."""

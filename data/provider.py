@@ -88,6 +88,11 @@ class RunData:
         return {"tokenizer": self.bundle.tokenizer and self.bundle.tokenizer.fingerprint()}
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of how the data was made: JSON values, for checkpoints."""
+        return dict(self.bundle.facts)
+
+    @property
     def unigram_entropy(self) -> dict[str, float]:
         """Of each held-out set, in nats per token."""
         return {name: of_set.unigram_entropy for name, of_set in self.statistics.items()}

@@ -13,7 +13,6 @@ A pair that a source names twice counts twice. No pair may be in both `data.sour
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from data.storage import is_url, list_objects, map_in_threads, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
+_ENDS_READ = 16  # documents of a dataset whose last token is read
 
 
 def entries(key: str, value: Any) -> list[str]:
@@ -156,47 +156,126 @@ def open_indexed(
     Raises FileNotFoundError; ValueError for a damaged file, a pattern that matches nothing, a file in both training and
     validation data, a tokenizer with more ids than the model, or files that another tokenizer made by their `.json`.
     """
-    opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
-    if opened is not None and opened.vocab_size > vocab_size:
+    named = {
+        key: {name: prefixes(f"{key}.{name}", value) for name, value in (values or {}).items()}
+        for key, values in (("data.sources", sources), ("data.validation", validation))
+    }
+    _refuse_shared(*named.values())
+    # The files of all sources in one call, because threads that start threads would be a thousand. Each file once.
+    files = [
+        (f"{key}.{name}", path)
+        for key, of in named.items()
+        for name, found in of.items()
+        for path in dict.fromkeys(found)
+    ]
+
+    def open_one(file: tuple[str, str]) -> IndexedDataset:
+        key, prefix = file
+        try:
+            dataset = IndexedDataset(prefix, remote_cache)
+            _ = dataset.facts, dataset.identity()  # here in the thread, because both are slow in a store; both are kept
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"{key}: {error}") from error
+        return dataset
+
+    datasets = dict(zip(files, map_in_threads(open_one, files), strict=True))
+    facts = {f"{key}: {dataset}": dataset.facts for (key, _), dataset in datasets.items()}
+    known = common_facts(facts)
+    num_ids, warnings, opened = known.get("tokenizer", {}).get("vocab_size", 0), [], None
+    if tokenizer is not None:
+        opened = _load_tokenizer(tokenizer, eod_token, known, next((name for name in facts if facts[name]), ""))
+        num_ids, warnings = opened.vocab_size, _without_end(datasets, opened)
+        if not warnings:
+            known.setdefault("eod", opened.document_tokens["eod"])
+    if num_ids > vocab_size:
         raise ValueError(
-            f"the tokenizer {tokenizer} has {opened.vocab_size} ids and the model only {vocab_size}: "
-            f"set model.vocab_size to {opened.vocab_size} or more"
+            f"the tokenizer {tokenizer or 'of the data'} has {num_ids} ids and the model only {vocab_size}: "
+            f"set model.vocab_size to {num_ids} or more"
         )
-    trained = {name: prefixes(f"data.sources.{name}", value) for name, value in sources.items()}
-    held_out = {name: prefixes(f"data.validation.{name}", value) for name, value in (validation or {}).items()}
-    _refuse_shared(trained, held_out)
 
-    def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
-        # The files of all sources in one call, because threads that start threads would be a thousand. Each file once.
-        files = list(dict.fromkeys((name, prefix) for name, found in named.items() for prefix in found))
-
-        def open_one(file: tuple[str, str]) -> IndexedDataset:
-            name, prefix = file
-            try:
-                dataset = IndexedDataset(prefix, remote_cache)
-            except (FileNotFoundError, ValueError) as error:
-                raise type(error)(f"{key}.{name}: {error}") from error
-            if opened is not None:
-                _check_tokenizer(f"{key}.{name}", dataset, opened, tokenizer)
-            dataset.identity()  # here in the thread, because it is slow in a store; the dataset keeps the result
-            return dataset
-
-        datasets = dict(zip(files, map_in_threads(open_one, files), strict=True))
-        parts = {name: [datasets[name, prefix] for prefix in found] for name, found in named.items()}
+    def streams(key: str) -> dict[str, TokenSource]:
+        parts = {name: [datasets[f"{key}.{name}", path] for path in found] for name, found in named[key].items()}
         return {name: of[0] if len(of) == 1 else Concatenation(of) for name, of in parts.items()}
 
-    return DataBundle(open_all("data.sources", trained), open_all("data.validation", held_out), opened)
+    return DataBundle(streams("data.sources"), streams("data.validation"), opened, known, warnings)
 
 
-def _check_tokenizer(key: str, dataset: IndexedDataset, opened: TextTokenizer, path: str | Path | None) -> None:
-    """Raise ValueError if the dataset's `.json` names another tokenizer than `opened`; Megatron's datasets have no
-    `.json`."""
-    try:
-        made_with = json.loads(Path(f"{dataset}.json").read_bytes())["tokenizer"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if made_with != opened.fingerprint():
+def common_facts(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of "tokenizer", "eod" and "bos" (the tokens that end and begin documents) of several datasets.
+    facts: by name, the `.json` of each. Raises ValueError, with both names, if two differ."""
+    known: dict[str, Any] = {}
+    for key, what in _COMPARED.items():
+        having = [(name, of[key]) for name, of in facts.items() if key in of]
+        for name, value in having:
+            known.setdefault(key, value)
+            one, other = _fact_text(known[key]), _fact_text(value)
+            if one != other:
+                raise ValueError(
+                    f"{having[0][0]} and {name} {what} ({one}; {other}) by their .json: prepare one of them again like "
+                    "the other, or leave it out"
+                )
+    return known
+
+
+_COMPARED = {
+    "tokenizer": "were made with different tokenizers",
+    "eod": "have documents that end with different tokens",
+    "bos": "have documents that begin with different tokens",
+}
+
+
+def _fact_text(fact: Mapping[str, Any] | None) -> str:
+    if fact is None:
+        return "none"
+    return f"{fact['token']}, id {fact['id']}" if "token" in fact else f"fingerprint {fact['fingerprint'][:12]}"
+
+
+def _load_tokenizer(path: str | Path, eod_token: str | None, known: Mapping[str, Any], name: str) -> TextTokenizer:
+    """The tokenizer at `path`, with the tokens that end and begin documents by the datasets' `.json`. name: of the
+    first dataset that has one. Raises ValueError if the data was made otherwise."""
+    eod, bos = known.get("eod"), known.get("bos")
+    if eod is not None and eod_token not in (None, eod["token"]):
         raise ValueError(
-            f"{key}: {dataset} was made with another tokenizer ({made_with[:12]} by its .json) than data.tokenizer="
-            f"{path} ({opened.fingerprint()[:12]}); name that one, or remove {dataset}.json if both have the same ids"
+            f"data.eod_token={eod_token}, but documents of {name} end with {eod['token']} by its .json; leave "
+            "data.eod_token out"
         )
+    made_with = known["tokenizer"]["fingerprint"] if "tokenizer" in known else None
+    try:
+        opened = load_tokenizer(path, eod["token"] if eod else eod_token, bos and bos["token"])
+    except ValueError as error:
+        if made_with is None:
+            raise
+        raise ValueError(f"{error}; {name} was made with the tokenizer {made_with[:12]} by its .json") from error
+    if made_with not in (None, opened.fingerprint()):
+        raise ValueError(
+            f"{name} was made with another tokenizer ({made_with[:12]} by its .json) than data.tokenizer={path} "
+            f"({opened.fingerprint()[:12]}); name that one, or remove the .json if both have the same ids"
+        )
+    return opened
+
+
+def _without_end(datasets: Mapping[tuple[str, str], IndexedDataset], tokenizer: TextTokenizer) -> list[str]:
+    """A warning for each local dataset of which nothing is known and whose documents do not end with the tokenizer's
+    eod_token, by a few of them. Raises ValueError if they all end with another token."""
+    warnings = []
+    for (key, _), dataset in datasets.items():
+        if "eod" in dataset.facts or is_url(dataset.prefix):
+            continue
+        ids = set()
+        for number in range(_ENDS_READ):
+            document = number * (dataset.num_documents - 1) // (_ENDS_READ - 1)
+            begin, end = map(int, dataset.document_offsets(document, document + 1))
+            if end > begin:
+                ids.add(int(dataset.tokens(end - 1, 1)[0]))
+        if tokenizer.eod_id in ids:
+            continue
+        wanted = f"{tokenizer.eod_token} (id {tokenizer.eod_id})"
+        if len(ids) == 1:
+            raise ValueError(
+                f"{key}: documents of {dataset} end with the id {ids.pop()}, not with {wanted}; set data.eod_token to "
+                "the token that ends them"
+            )
+        warnings.append(
+            f"warning: {key}: documents of {dataset} do not end with {wanted}, at which generation and exports stop"
+        )
+    return warnings[:8]

@@ -59,8 +59,8 @@ class TextTokenizer(ABC):
     """Text to token ids and back. It can be pickled.
 
     kind: the file format. name: the path of the file. eod_token, eod_id: the token that ends a document. bos_token: the
-    token that begins a document by the file; None if the file does not name one. vocab_size: the largest id of all
-    tokens, including special ones, plus one; ids may have gaps.
+    token that begins a document of the data; None if none does, whatever the file names. vocab_size: the largest id of
+    all tokens, including special ones, plus one; ids may have gaps.
     """
 
     kind: ClassVar[str]
@@ -68,13 +68,21 @@ class TextTokenizer(ABC):
 
     def __init__(self, name: str, eod_token: str, bos_token: str | None, special: Sequence[str]) -> None:
         """special: the special tokens. Raises ValueError, with these in the message, if eod_token does not exist."""
-        self.name, self.eod_token, self.bos_token = name, eod_token, bos_token
+        self.name, self.eod_token = name, eod_token
         eod_id = self.token_id(eod_token)
         if eod_id is None:
             more = " ..." if len(special) > 8 else ""
             has = f" (its special tokens: {', '.join(special[:8])}{more})" if special else ""
             raise ValueError(f"{name} has no token {eod_token!r} to end a document; name the one that it has{has}")
         self.eod_id = eod_id
+        self.bos_token = bos_token
+        self.bos_id = None if bos_token is None else self.id_of(bos_token)
+
+    @property
+    def document_tokens(self) -> dict[str, dict[str, Any] | None]:
+        """The tokens that end ("eod") and begin ("bos") a document, as in the `.json` of a dataset."""
+        bos = None if self.bos_token is None else {"token": self.bos_token, "id": self.bos_id}
+        return {"eod": {"token": self.eod_token, "id": self.eod_id}, "bos": bos}
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -287,7 +295,7 @@ class SentencePieceTokenizer(TextTokenizer):
 
     kind = "sentencepiece"
 
-    def __init__(self, model: bytes, name: str, eod_token: str | None = None) -> None:
+    def __init__(self, model: bytes, name: str, eod_token: str | None = None, bos_token: str | None = None) -> None:
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(model)
@@ -295,10 +303,9 @@ class SentencePieceTokenizer(TextTokenizer):
             raise ValueError(f"{name} is not a complete SentencePiece model; give another .model file") from error
         self.model, self.vocab_size = model, processor.get_piece_size()
         special = [processor.id_to_piece(i) for i in range(self.vocab_size) if processor.is_control(i)]
-        bos, eos = processor.bos_id(), processor.eos_id()
+        eos = processor.eos_id()
         if eod_token is None and eos < 0:
             raise ValueError(f"{name} has no end-of-sentence token to end a document; name one of {', '.join(special)}")
-        bos_token = processor.id_to_piece(bos) if bos >= 0 else None
         super().__init__(name, eod_token or processor.id_to_piece(eos), bos_token, special)
 
     @property
@@ -329,7 +336,7 @@ class SentencePieceTokenizer(TextTokenizer):
         return hashlib.sha256(self.model).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.model, self.name, self.eod_token)
+        return type(self), (self.model, self.name, self.eod_token, self.bos_token)
 
 
 class TiktokenTokenizer(TextTokenizer):
@@ -345,6 +352,7 @@ class TiktokenTokenizer(TextTokenizer):
         special_tokens: Mapping[str, int],
         name: str,
         eod_token: str | None = None,
+        bos_token: str | None = None,
     ) -> None:
         if len(set(ranks.values())) < len(ranks) or len({token for token in ranks if len(token) == 1}) < 256:
             raise ValueError(f"{name} is not a complete rank file: a rank occurs twice, or one of 256 bytes is missing")
@@ -359,7 +367,7 @@ class TiktokenTokenizer(TextTokenizer):
             reason = " ".join(str(error).split())
             raise ValueError(f"{name} cannot be read by tiktoken ({reason}); correct its pattern") from None
         self.vocab_size = self._encoding.max_token_value + 1
-        super().__init__(name, eod_token or END_OF_DOCUMENT, None, list(special_tokens))
+        super().__init__(name, eod_token or END_OF_DOCUMENT, bos_token, list(special_tokens))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encoding.encode_ordinary(text) for text in texts]
@@ -385,21 +393,23 @@ class TiktokenTokenizer(TextTokenizer):
         return digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self.parts, self.name, self.eod_token)
+        return type(self), (*self.parts, self.name, self.eod_token, self.bos_token)
 
 
-def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
+def load_tokenizer(path: str | Path, eod_token: str | None = None, bos_token: str | None = None) -> TextTokenizer:
     """Open a tokenizer of one of KINDS, recognized by its files. eod_token: the token that ends a document; None: the
     one that the file names (`eos_token` of a Hugging Face folder), or "<|endoftext|>" if the file names none.
+    bos_token: the token that begins a document; None: none does.
 
-    Raises FileNotFoundError, and ValueError for another kind of file, a damaged file, or one without the token.
+    Raises FileNotFoundError, and ValueError for another kind of file, a damaged file, or one without the tokens.
     """
     path = Path(path)
     if (path / "tokenizer.json").is_file():
-        eos, bos, reserved = _special_tokens(path)
-        return HuggingFaceTokenizer(_text_of(path / "tokenizer.json"), str(path), eod_token or eos, bos, reserved)
+        eos, reserved = _special_tokens(path)
+        content = _text_of(path / "tokenizer.json")
+        return HuggingFaceTokenizer(content, str(path), eod_token or eos, bos_token, reserved)
     if (path / "tokenizer.model").is_file():
-        return load_tokenizer(path / "tokenizer.model", eod_token)
+        return load_tokenizer(path / "tokenizer.model", eod_token, bos_token)
     if path.is_dir():
         raise FileNotFoundError(
             f"the folder {path} has no tokenizer.json and no tokenizer.model; write one with transformers: "
@@ -408,18 +418,18 @@ def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokeni
     if not path.is_file():
         raise FileNotFoundError(f"there is no tokenizer at {path}; give {KINDS}")
     if path.suffix.lower() == ".tiktoken" or _is_rank_file(path):
-        return _read_ranks(path, eod_token)
+        return _read_ranks(path, eod_token, bos_token)
     if path.suffix.lower() == ".model":
-        return SentencePieceTokenizer(path.read_bytes(), str(path), eod_token)
-    return HuggingFaceTokenizer(_text_of(path), str(path), eod_token)
+        return SentencePieceTokenizer(path.read_bytes(), str(path), eod_token, bos_token)
+    return HuggingFaceTokenizer(_text_of(path), str(path), eod_token, bos_token)
 
 
 def _text_of(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="surrogateescape")  # bytes that are not UTF-8 fail later as JSON
 
 
-def _special_tokens(folder: Path) -> tuple[str | None, str | None, int]:
-    """(eos_token, bos_token, largest id of an added token plus one) in a folder's configuration files."""
+def _special_tokens(folder: Path) -> tuple[str | None, int]:
+    """(eos_token, largest id of an added token plus one) in a folder's configuration files."""
     merged: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if file.is_file():
@@ -427,10 +437,10 @@ def _special_tokens(folder: Path) -> tuple[str | None, str | None, int]:
                 merged.update(json.loads(_text_of(file)))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file} is not a JSON object ({error}); save the tokenizer again") from error
-    tokens = (merged.get(key) for key in ("eos_token", "bos_token"))
-    # A token is a string, or an object with options.
-    eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    return eos, bos, max((int(number) + 1 for number in merged.get("added_tokens_decoder") or {}), default=0)
+    eos = merged.get("eos_token")
+    if isinstance(eos, dict):  # an object with options
+        eos = eos.get("content")
+    return eos, max((int(number) + 1 for number in merged.get("added_tokens_decoder") or {}), default=0)
 
 
 def _is_rank_file(file: Path) -> bool:
@@ -443,7 +453,7 @@ def _is_rank_file(file: Path) -> bool:
         return False
 
 
-def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
+def _read_ranks(file: Path, eod_token: str | None, bos_token: str | None) -> TiktokenTokenizer:
     """The tokenizer of a rank file and the settings beside it."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -466,7 +476,7 @@ def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
         ) from error
     if taken := set(special.values()) & set(ranks.values()):
         raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which another has in {file.name}")
-    return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token)
+    return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token, bos_token)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:

@@ -9,11 +9,9 @@ different tokenizers. The end-of-document token has a loss but no bytes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -129,17 +127,14 @@ class TargetStatistics:
 
 def bytes_per_token(stream: TokenSource) -> float | None:
     """The average bytes of text per token of a source, from the `<prefix>.json` of its files; None if a file has no
-    such JSON file, or one that describes other tokens."""
+    such JSON file."""
     text_bytes = tokens = 0
     for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
         if not isinstance(part, IndexedDataset):
             return None
-        try:
-            facts = json.loads(Path(f"{part.prefix}.json").read_bytes())
-            if facts["tokens"] != part.num_tokens or facts["text_bytes"] <= 0:
-                return None
-            text_bytes += facts["text_bytes"]
-        except (OSError, ValueError, KeyError, TypeError):
+        found = part.facts.get("text_bytes")
+        if type(found) is not int or found <= 0:
             return None
+        text_bytes += found
         tokens += part.num_tokens
     return text_bytes / tokens

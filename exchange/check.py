@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from exchange.architectures import sections_of, to_hf
 from exchange.checkpoint import Checkpoint
 from exchange.hf_export import CONFIG, QUANTIZATION
@@ -29,6 +29,7 @@ from exchange.nvfp4 import (
     multiplied_weight,
     quantization_config,
 )
+from exchange.tokenizer import check_exported_tokenizer
 from megatron_fp4.precision.verify import difference
 
 
@@ -162,13 +163,17 @@ class FolderCheck:
         path = self.folder.path / "tokenizer.json"
         if not path.is_file():
             return Finding("tokenizer", "", ["tokenizer.json is missing"])
-        exported = load_tokenizer(path, tokenizer.eod_token)
-        probe = ["Tokens, 1234 of them:\n\tdef f(x): return  x**2  # naïve 你好"]
-        same = exported.eod_id == tokenizer.eod_id
-        same = same and list(exported.encode_batch(probe)[0]) == list(tokenizer.encode_batch(probe)[0])
-        same = same and (exported.kind != tokenizer.kind or exported.fingerprint() == tokenizer.fingerprint())
-        problems = [] if same else [f"tokenizer.json is not {tokenizer.name}, which made the data of the run"]
-        return Finding("tokenizer", f"{exported.vocab_size} tokens", problems)
+        problems = []
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            # An export sets what is added before a text.
+            stored, own = ({**json.loads(of), "post_processor": None} for of in (path.read_bytes(), tokenizer.content))
+            if stored != own:
+                problems.append(f"tokenizer.json is not {tokenizer.name}, which made the data of the run")
+        try:
+            check_exported_tokenizer(self.folder.path, self.checkpoint, tokenizer)
+        except ValueError as error:
+            problems.append(str(error))
+        return Finding("tokenizer", f"{tokenizer.vocab_size} tokens", problems)
 
 
 def _other_keys(prefix: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -70,8 +70,8 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     key = f"checkpoint.export_interval={interval}"
     if interval > steps:
         raise ConfigError(f"{key} has no effect in a run of train.steps={steps}; give {steps} or less")
-    if importlib.util.find_spec("safetensors") is None:
-        raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
+    if any(importlib.util.find_spec(package) is None for package in ("safetensors", "transformers")):
+        raise ConfigError(f"{key} needs packages of an extra: pip install -e '.[hf]', or leave it out")
     try:
         architecture_of(config.model)
     except ValueError as error:

@@ -28,7 +28,7 @@ from exchange.nvfp4 import (
     reordered,
     trained_weight,
 )
-from exchange.tokenizer import tokenizer_files
+from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.logging.metrics import last_validation
@@ -65,7 +65,7 @@ def export_hf(
     """Write `output`, which must not exist.
 
     dtype: of all weights without NVFP4 codes; A_log, D and dt_bias stay FP32. nvfp4: None for no NVFP4 codes.
-    tokenizer: the run's; None to leave it out.
+    tokenizer: the run's; None to leave it out. transformers' AutoTokenizer of the folder must give its ids.
     Raises ValueError for a model without an architecture in transformers, a tokenizer that cannot be written, NaN or
     inf in a weight to be quantized, or an output that exists or is inside the checkpoint; DamagedCheckpointError;
     OSError. After an error nothing is left of the output.
@@ -75,7 +75,7 @@ def export_hf(
     expected = {name: shape_of(parts) for name, parts in sections.items()}
     check_tensors(checkpoint.tensors, expected, checkpoint.folder)
     length = sequence_length(checkpoint)
-    content = {} if tokenizer is None else tokenizer_files(tokenizer, length)
+    content = exported_tokenizer(checkpoint, tokenizer, length)
     special = _special_ids(checkpoint, tokenizer)
     described = {**to_hf(config), **special, "max_position_embeddings": length, "dtype": _name(dtype)}
     generation = {key: value for key, value in special.items() if value is not None}
@@ -91,9 +91,10 @@ def export_hf(
     content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
     checkpoint.verify()  # after the other checks, because it reads every file, moments included
     with new_folder(output, checkpoint.folder) as folder:
-        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress))
         for name, text in content.items():
             (folder / name).write_bytes(text)
+        check_exported_tokenizer(folder, checkpoint, tokenizer)
+        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress))
 
 
 def _encoded(
@@ -169,11 +170,10 @@ def sequence_length(checkpoint: Checkpoint) -> int:
 
 def _special_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> dict[str, Any]:
     """The ids of special tokens. They are written even if they are None; otherwise transformers uses defaults."""
-    if tokenizer is None:
-        came_with = checkpoint.trainer.get("imported", {}).get("special_ids", {})
+    came_with = checkpoint.trainer.get("imported", {}).get("special_ids", {})
+    if tokenizer is None or came_with:
         return {key: came_with.get(key) for key in SPECIAL_IDS}
-    bos = None if tokenizer.bos_token is None else tokenizer.token_id(tokenizer.bos_token)
-    return dict(zip(SPECIAL_IDS, (bos, tokenizer.eod_id, tokenizer.eod_id), strict=True))
+    return dict(zip(SPECIAL_IDS, (tokenizer.bos_id, tokenizer.eod_id, tokenizer.eod_id), strict=True))
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ from exchange.megatron_model import (
     parameters,
     settings_of,
 )
-from exchange.tokenizer import kept_tokenizer, tokenizer_files
+from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer, kept_tokenizer
 from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
@@ -93,7 +93,7 @@ def export_megatron(
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
     expected = {each.name: shape_of(each.sections) for each in parameters(config)}
     check_tensors(checkpoint.tensors, expected, checkpoint.folder)
-    files_of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
+    files_of_tokenizer = exported_tokenizer(checkpoint, tokenizer, length)
     common = {
         "args": argparse.Namespace(
             **arguments,
@@ -128,6 +128,7 @@ def export_megatron(
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
             files.write_file(staging / name, text)
+        check_exported_tokenizer(staging / TOKENIZER, checkpoint, tokenizer)
 
 
 def _saved(content: Any) -> bytes:

@@ -1,7 +1,10 @@
 """Finds the tokenizer of a checkpoint, and writes it as files of a Hugging Face folder that give the same ids.
 
-A `tokenizer.json` is copied unchanged. SentencePiece models and tiktoken ranks are converted by transformers; the
-result is then compared on texts that such conversions often get wrong, and refused if it differs.
+A `tokenizer.json` is copied; SentencePiece models and tiktoken ranks are converted by transformers. A folder's own
+tokenizer class, its `add_prefix_space` and a begin token that the data does not have would give users other ids than
+the model was trained on, so the written configuration names transformers' plain class, and a text begins as documents
+of the data do. At the end transformers opens the finished folder as users do, and its ids are compared with the
+tokenizer's on texts that conversions often get wrong and on documents of the training data.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ import base64
 import importlib
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from data.builtin import open_builtin
+from data.indexed import IndexedDataset
+from data.sources import prefixes
+from data.storage import is_url
 from data.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -45,20 +52,23 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     given: its path now, if it differs from the path in the configuration.
     Raises ValueError if it is missing, cannot be read, or is another one than the run's.
     """
-    data, expected = checkpoint.config.data, checkpoint.manifest.identity.get("data.tokenizer")
+    data, facts = checkpoint.config.data, checkpoint.trainer.get("data_facts", {})  # earlier versions have none
+    expected = checkpoint.manifest.identity.get("data.tokenizer") or facts.get("tokenizer", {}).get("fingerprint")
+    eod, bos = (facts[key]["token"] if facts.get(key) else None for key in ("eod", "bos"))
+    ends = eod or data.eod_token, bos
     tokenizer: TextTokenizer | None = None
     remedy = "give the right one as --tokenizer PATH"
     try:
         if given is not None:
-            tokenizer = load_tokenizer(given, data.eod_token)
+            tokenizer = load_tokenizer(given, *ends)
         elif checkpoint.weights_only:
             kept = {name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
             for name in kept:
                 checkpoint.file(name)  # raises if it has changed
             if kept & {"tokenizer.json", "tokenizer.model"}:
-                tokenizer = load_tokenizer(checkpoint.folder, data.eod_token)
+                tokenizer = load_tokenizer(checkpoint.folder, *ends)
         elif data.tokenizer is not None:
-            tokenizer = load_tokenizer(data.tokenizer, data.eod_token)
+            tokenizer = load_tokenizer(data.tokenizer, *ends)
         elif data.kind == "builtin":
             tokenizer = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
         elif expected is not None:  # its path used environment variables, which only a trusted configuration may read
@@ -95,7 +105,11 @@ def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str |
     return {name: file.read_bytes() for name, file in files.items()}, fingerprint
 
 
-_KEPT = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+# What of a folder's tokenizer_config.json does not change the ids of a text.
+_KEPT = (
+    "chat_template", "unk_token", "pad_token", "additional_special_tokens", "extra_special_tokens", "padding_side",
+    "truncation_side", "model_max_length", "model_input_names",
+)  # fmt: skip
 _PROBES = (
     "Hello, world! It's 12:30; 3.14159 x 10^23 is not 1e+23.",
     "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n\tif x:\r\n\t\tpass",
@@ -107,26 +121,127 @@ _PROBES = (
 )
 
 
+def exported_tokenizer(
+    checkpoint: Checkpoint, tokenizer: TextTokenizer | None, sequence_length: int
+) -> dict[str, bytes]:
+    """The files of the checkpoint's tokenizer in an exported folder: `tokenizer_files`, or those that came with an
+    import which no run has trained; {} without a tokenizer. Raises ValueError as `tokenizer_files` does."""
+    if tokenizer is None:
+        return {}
+    if _came_with(checkpoint, tokenizer):
+        return kept_tokenizer(checkpoint.folder, checkpoint.config.model.vocab_size)[0]
+    return tokenizer_files(tokenizer, sequence_length)
+
+
+def check_exported_tokenizer(folder: Path, checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> None:
+    """Raise ValueError unless AutoTokenizer of a finished folder gives the ids of the data (`compare_auto_tokenizer`);
+    nothing is known of the data of an import."""
+    if tokenizer is not None and not _came_with(checkpoint, tokenizer):
+        compare_auto_tokenizer(folder, tokenizer, texts_of_data(checkpoint, tokenizer))
+
+
+def _came_with(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> bool:
+    return checkpoint.weights_only and tokenizer.name == str(checkpoint.folder)
+
+
 def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str, bytes]:
-    """File name -> content, for a Hugging Face folder. sequence_length: its `model_max_length`.
+    """File name -> content, for a Hugging Face folder. sequence_length: its `model_max_length`, unless the tokenizer's
+    folder has one.
 
     Raises ValueError if the tokenizer cannot be converted to files that give the same ids.
     """
     content = tokenizer.content if isinstance(tokenizer, HuggingFaceTokenizer) else _converted(tokenizer)
-    files = {"tokenizer.json": content.encode()}
-    origin = Path(tokenizer.name)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
-        return files | {name: (origin / name).read_bytes() for name in _KEPT if (origin / name).is_file()}
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.eod_token,
         "pad_token": tokenizer.eod_token,
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
-        **({} if tokenizer.bos_token is None else {"bos_token": tokenizer.bos_token}),
     }
-    files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    origin, files = Path(tokenizer.name), {}
+    if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
+        own = json.loads((origin / "tokenizer_config.json").read_bytes())
+        config |= {key: own[key] for key in _KEPT if own.get(key) is not None}
+        if (origin / "chat_template.jinja").is_file():
+            files["chat_template.jinja"] = (origin / "chat_template.jinja").read_bytes()
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
+    if tokenizer.bos_token is not None:
+        config["bos_token"] = tokenizer.bos_token
+    files["tokenizer.json"] = _with_begin(content, tokenizer).encode()
+    files["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return files
+
+
+def _with_begin(content: str, tokenizer: TextTokenizer) -> str:
+    """A tokenizer.json that puts the token before a text that begins every document of the data, and no others."""
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if Tokenizer.from_str(content).encode("").ids == before:
+        return content
+    settings, bos = json.loads(content), tokenizer.bos_token
+    if bos is None:
+        settings["post_processor"] = None
+    else:
+        template = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, tokenizer.bos_id)]
+        )
+        settings["post_processor"] = json.loads(template.__getstate__())
+    return json.dumps(settings, ensure_ascii=False)
+
+
+def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequence[str]) -> None:
+    """Raise ValueError unless transformers' AutoTokenizer of a finished folder, called without options, gives the ids
+    that the data has for the beginning of a document. texts: of the data, besides those that are always compared.
+
+    Left out are texts in which a special token is spelled out: only transformers recognizes it there.
+    """
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ValueError(
+            f"the exported tokenizer is compared with transformers' ({error}): pip install -e '.[hf]', or export with "
+            "--no-tokenizer"
+        ) from error
+    logging.set_verbosity_error()
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many types
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot open {tokenizer.name} as exported ({reason}); {_WITHOUT}") from error
+    special = found.all_special_tokens
+    compared = [text for text in (*_PROBES, *texts) if not any(token in text for token in special)]
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    for text, ids in zip(compared, tokenizer.encode_batch(compared), strict=True):
+        if (theirs := found(text)["input_ids"]) != before + ids:
+            raise ValueError(
+                f"AutoTokenizer of the exported folder gives {str(theirs[:8])[:-1]} ...] for {text!r:.40} and the data "
+                f"has {str((before + ids)[:8])[:-1]} ...], by {tokenizer.name}; {_WITHOUT}"
+            )
+    if found.eos_token_id != tokenizer.eod_id:
+        raise ValueError(
+            f"AutoTokenizer of the exported folder ends texts with the id {found.eos_token_id} and the data with "
+            f"{tokenizer.eod_id}, by {tokenizer.name}; {_WITHOUT}"
+        )
+
+
+_WITHOUT = "export with --no-tokenizer"
+
+
+def texts_of_data(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> list[str]:
+    """The beginnings of some documents of the data that the checkpoint's run trained on, as far as it is on this
+    machine: at most _DOCUMENTS of each source, _DOCUMENT_TOKENS each."""
+    data, texts = checkpoint.config.data, list[str]()
+    for name, value in data.sources.items() if data.kind == "indexed" else ():
+        try:
+            prefix = next(prefix for prefix in prefixes(f"data.sources.{name}", value) if not is_url(prefix))
+            dataset = IndexedDataset(prefix)
+        except (OSError, ValueError, StopIteration):
+            continue
+        for number in range(min(_DOCUMENTS, dataset.num_documents)):
+            start, end = map(int, dataset.document_offsets(number, number + 1))
+            texts.append(tokenizer.decode(dataset.tokens(start, min(end - start, _DOCUMENT_TOKENS)).tolist()))
+    return texts
+
+
+_DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
 
 
 def _converted(tokenizer: TextTokenizer) -> str:
@@ -145,15 +260,9 @@ def _converted(tokenizer: TextTokenizer) -> str:
             else:
                 assert isinstance(tokenizer, SentencePieceTokenizer)
                 content = _from_sentence_piece(tokenizer, convert, Path(folder))
-            other = HuggingFaceTokenizer(content, tokenizer.name, tokenizer.eod_token)
         except Exception as error:  # converters and `tokenizers` raise many types
             reason = " ".join(str(error).split())
             raise refusal(f"cannot be converted to a tokenizer.json ({reason})") from error
-    for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
-        if ours != theirs:
-            raise refusal(f"gives other ids for {probe!r:.40} after conversion to a tokenizer.json")
-    if other.eod_id != tokenizer.eod_id:
-        raise refusal(f"gives {tokenizer.eod_token} another id after conversion to a tokenizer.json")
     return content
 
 

@@ -291,7 +291,8 @@ class TextStream:
 
 
 def prompt_tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """The tokens of a prompt; for an empty prompt the end-of-document token, after which a new document begins.
+    """The tokens of a prompt, after the token that begins the documents of the data, if there is one; of an empty
+    prompt without it the end-of-document token, after which a new document begins.
 
     Raises ValueError for text that is not UTF-8; the shell may have another encoding.
     """
@@ -299,4 +300,5 @@ def prompt_tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt {text!r} is not UTF-8") from error
-    return tokenizer.encode_batch([text])[0] or [tokenizer.eod_id]
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*begin, *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import yaml
 
+from data.indexed import document_tokens_text
 from data.tokenizer import TextTokenizer
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
@@ -129,6 +130,8 @@ def export_hf_command(options: argparse.Namespace) -> int:
     dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
     export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
     _print_written(options.output, checkpoint, began)
+    if tokenizer is not None:
+        print(document_tokens_text(tokenizer.document_tokens))
     return 0
 
 
@@ -146,6 +149,8 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     dtype, progress = getattr(torch, options.dtype), ProgressLine("elements written")
     export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer, progress=progress)
     _print_written(options.output, checkpoint, began)
+    if tokenizer is not None:
+        print(document_tokens_text(tokenizer.document_tokens))
     if dtype != torch.float32:
         print("the FP32 masters were rounded to bfloat16; --dtype float32 writes them exactly")
     print(start_command(checkpoint, options.output, tokenizer is not None))

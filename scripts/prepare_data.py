@@ -124,11 +124,9 @@ def _prepare(options: argparse.Namespace) -> None:
     _check_options(options)
     tokenizer: TextTokenizer | NewTokenizer
     if options.train_tokenizer is not None:
-        tokenizer = NewTokenizer(options.train_tokenizer, Path(options.tokenizer))
+        tokenizer = NewTokenizer(options.train_tokenizer, Path(options.tokenizer), options.bos_token)
     else:
-        tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
-        if options.bos_token is not None:
-            tokenizer.id_of(options.bos_token)
+        tokenizer = load_tokenizer(options.tokenizer, options.eod_token, options.bos_token)
     field = options.field or "text"
     if options.dataset is not None:
         parts = open_dataset(options.dataset, options.split, field, options.subset)
@@ -139,7 +137,7 @@ def _prepare(options: argparse.Namespace) -> None:
         parts,
         options.output,
         tokenizer,
-        Options(options.validation, options.max_malformed, options.max_document_bytes, options.bos_token),
+        Options(options.validation, options.max_malformed, options.max_document_bytes),
         source={name: value for name in names if (value := getattr(options, name)) is not None},
         workers=options.workers or len(os.sched_getaffinity(0)),
         report=lambda line: print(line, file=sys.stderr, flush=True),
@@ -150,7 +148,7 @@ def _prepare(options: argparse.Namespace) -> None:
         made, wanted = done.tokenizer.vocab_size, options.train_tokenizer
         fewer = f", not {wanted:,}: no further pair of tokens occurs twice in this text" if made < wanted else ""
         print(f"{options.tokenizer}: a new tokenizer of {made:,} ids{fewer}")
-    words = [shlex.quote(word) for word in _overrides(done, options.tokenizer, options.eod_token)]
+    words = [shlex.quote(word) for word in _overrides(done, options.tokenizer)]
     print("\nTo train on it:\n\n  python pretrain.py", *words, sep=" \\\n    ")
 
 
@@ -173,7 +171,7 @@ def _progress_printer() -> Callable[[int, int, State], None]:
     return show
 
 
-def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[str]:
+def _overrides(done: Prepared, tokenizer: str) -> list[str]:
     """The overrides with which pretrain.py trains on the data, with absolute paths."""
     name = re.sub(r"\W", "_", done.output.name, flags=re.ASCII)
     name = name if name.isidentifier() else f"source_{name}"
@@ -184,7 +182,6 @@ def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[st
         f"data.sources={{{name}: {_quoted(done.output.resolve())}}}",
         *([f"data.validation={{{name}: {_quoted(held_out)}}}"] if done.state.counts["validation"].documents else []),
         f"data.tokenizer={_quoted(Path(tokenizer).resolve())}",
-        *([f"data.eod_token={_quoted(eod_token)}"] if eod_token is not None else []),
         f"data.phases=[{{name: main, fraction: 1.0, blend: {{{name}: 1.0}}}}]",
         f"model.vocab_size={vocab_size}",
         f"run.dir=runs/{name}",

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import numpy as np
 from data.indexed import HEADER, INDEX_BLOCK, IndexedDataset, document_at, write_index
 from data.prepare.prepare import WorkFolder, refuse_existing, write_facts
 from data.prepare.tokenize import SplitCount
+from data.sources import common_facts
 from data.storage import is_url
 
 _COPY_BYTES = 8 << 20
-# Facts that must be equal in all pairs of a merge.
-_SAME_FACTS = ("tokenizer", "eod", "bos")
 
 
 def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) -> SplitCount:
@@ -38,40 +36,25 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
     for pair in pairs:
         if pair.has_modes:
             raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged")
-    facts = [_facts(prefix) for prefix in prefixes if Path(f"{prefix}.json").is_file()]
+    facts = [pair.facts for pair in pairs if pair.facts]
     if len({pair.dtype for pair in pairs}) > 1:
         types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
         raise ValueError(f"the pairs have different token dtypes ({types}); prepare them with one tokenizer")
-    for one, other in pairwise(facts):
-        for key in _SAME_FACTS:
-            if one.get(key) != other.get(key):
-                raise ValueError(
-                    f"the .json files of the pairs differ in {key} ({one.get(key)}, {other.get(key)}); prepare them "
-                    "with the same settings"
-                )
+    common_facts({prefix: pair.facts for prefix, pair in zip(prefixes, pairs, strict=True)})
     if len(facts) < len(pairs):
         facts = []
     documents, tokens = sum(pair.num_documents for pair in pairs), sum(pair.num_tokens for pair in pairs)
-    count = SplitCount(documents, tokens, sum(of["text_bytes"] for of in facts))
+    count = SplitCount(documents, tokens, sum(of.get("text_bytes", 0) for of in facts))
     work = WorkFolder(output, {"merge of": [str(Path(prefix).resolve()) for prefix in prefixes]})
     with work.remove_unless_saved():
         if not work.state.published:
             refuse_existing([Path(f"{output}.{ending}") for ending in ("idx", "bin", "json")])
             if not facts:
-                report(f"not every pair has a .json: tokenizers were not compared, and {output}.json is not written")
+                report(f"not every pair has a .json, so {output}.json is not written")
             _write(pairs, work.path, count, facts)
         endings = ("json", "bin", "idx") if facts else ("bin", "idx")
         work.publish({f"train.{ending}": Path(f"{output}.{ending}") for ending in endings})
     return count
-
-
-def _facts(prefix: str) -> dict[str, Any]:
-    try:
-        facts = json.loads(Path(f"{prefix}.json").read_bytes())
-        facts["tokenizer"]["fingerprint"], facts["text_bytes"]  # a merge needs both
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{prefix}.json is damaged; remove it to merge without it") from error
-    return facts
 
 
 def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, facts: Sequence[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.indexed import dtype_for_vocabulary, write_index
+from data.indexed import document_tokens_text, dtype_for_vocabulary, write_index
 from data.prepare.readers import NOT_JSON, Part, Task
 from data.prepare.tokenize import (
     REPORTED_RECORDS,
@@ -69,10 +69,11 @@ _WORK_FORMAT = 5
 @dataclass(frozen=True)
 class NewTokenizer:
     """A tokenizer to train on the training documents: at most vocab_size ids, saved as `path` together with the
-    data."""
+    data. bos_token: begins every document; None: no token does."""
 
     vocab_size: int
     path: Path
+    bos_token: str | None = None
 
 
 @dataclass
@@ -121,6 +122,7 @@ class Prepared:
             if count.documents:
                 sizes = f"{count.documents:,} documents, {count.tokens:,} tokens, {count.text_bytes:,} bytes of text"
                 lines.append(f"{prefix_of(self.output, split)}: {sizes}")
+        lines.append(document_tokens_text(self.tokenizer.document_tokens))
         if state.huge:
             lines.append(f"huge: {state.huge:,} documents above the largest size split into several")
         if state.empty:
@@ -171,9 +173,9 @@ def prepare(
     settings = {f"source {name}": value for name, value in (source or {}).items()}
     settings |= {key: value for key, value in asdict(options).items() if key != "max_malformed"}
     if isinstance(tokenizer, NewTokenizer):
-        settings["tokenizer"] = {"train": tokenizer.vocab_size}
+        settings["tokenizer"] = {"train": tokenizer.vocab_size, "bos": tokenizer.bos_token}
     else:
-        settings["tokenizer"] = {**tokenizer_facts(tokenizer), "eod": tokenizer.eod_token}
+        settings["tokenizer"] = {**tokenizer_facts(tokenizer), **tokenizer.document_tokens}
     work = WorkFolder(output, {**settings, "format": _WORK_FORMAT})
     splits = SPLITS if options.validation > 0 else SPLITS[:1]
     # In this order, so that whoever finds a training index also finds its tokenizer, validation set and tokens.
@@ -211,7 +213,7 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
 
     path = work.path / "tokenizer.json"
     if work.state.published and not path.exists():
-        return load_tokenizer(new.path)
+        return load_tokenizer(new.path, bos_token=new.bos_token)
     if not path.exists():
         begin = time.monotonic()
         temporary = path.with_suffix(".new")
@@ -219,7 +221,7 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
         temporary.rename(path)
         if time.monotonic() - begin >= SAVE_SECONDS:
             work.save()
-    return load_tokenizer(path)
+    return load_tokenizer(path, bos_token=new.bos_token)
 
 
 def _encode(
@@ -315,12 +317,11 @@ def _write_indices(
     tokenizer: TextTokenizer, options: Options, work: WorkFolder, splits: Sequence[str], source: dict[str, Any]
 ) -> None:
     """The index and the facts of each split, in the work folder."""
-    dtype, bos = dtype_for_vocabulary(tokenizer.vocab_size), options.bos_token
+    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     facts: dict[str, Any] = {
         "dtype": dtype.name,
         "tokenizer": tokenizer_facts(tokenizer),
-        "eod": {"token": tokenizer.eod_token, "id": tokenizer.eod_id},
-        "bos": None if bos is None else {"token": bos, "id": tokenizer.id_of(bos)},
+        **tokenizer.document_tokens,
         "options": source | {name: getattr(options, name) for name in ("validation", "max_document_bytes")},
     }
     for split in splits:

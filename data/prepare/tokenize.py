@@ -43,13 +43,12 @@ class Options:
 
     validation: the share of documents to hold out. max_malformed: the largest share of records that may be skipped; a
     preparation may resume with another value. max_document_bytes: of UTF-8; a larger document becomes several, all in
-    the split of the whole document. bos_token: begins every document; None: no token does.
+    the split of the whole document.
     """
 
     validation: float = 0.01
     max_malformed: float = 0.01
     max_document_bytes: int = 16 << 20
-    bos_token: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -94,11 +93,10 @@ class Encoded:
 
 
 def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, task: Task) -> Encoded:
-    """The documents of a task as tokens of `dtype`. Each begins with the options' bos_token, if there is one, and ends
-    with the tokenizer's eod_token."""
+    """The documents of a task as tokens of `dtype`. Each begins with the tokenizer's bos_token, if there is one, and
+    ends with its eod_token."""
     done = Encoded()
-    bos = options.bos_token
-    before, after = [] if bos is None else [tokenizer.id_of(bos)], [tokenizer.eod_id]
+    before, after = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eod_id]
 
     def skip(where: str, problem: str, why: str = "") -> None:
         done.malformed[problem] += 1

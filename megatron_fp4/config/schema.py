@@ -176,7 +176,7 @@ class DataConfig:
     """a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed` only;
     optional, its fingerprint is in checkpoints)."""
     eod_token: str | None = None
-    """the tokenizer's end-of-document token; null: the one that the tokenizer names, else `<|endoftext|>`."""
+    """the token that ends documents; null: as the data's `.json` says, else as the tokenizer, else `<|endoftext|>`."""
     order: Literal["documents", "windows", "megatron"] = "documents"
     """of samples: `documents` (documents are shuffled in each epoch and then cut into samples), `windows` (files are
     cut in their own order, and the cuts are shuffled) or `megatron` (Megatron-core's order, described in `megatron`;

@@ -357,6 +357,7 @@ class Trainer:
             "commit": revision(),
             "made_by": made_by(self.mesh.device),
             "loader": self.data.loader.state_dict(),
+            "data_facts": self.data.facts,
             **{callback.name: callback.state_dict() for callback in self.callbacks if callback.name},
             "plan": self.precision.plan.as_dict(),
             "config": as_saved(self.config),

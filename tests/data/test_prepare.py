@@ -241,6 +241,7 @@ def test_the_command_prints_overrides_that_train_on_its_output(
     assert run(*given, "--workers", 1) == 0
     said, _, printed = capsys.readouterr().out.partition("pretrain.py")
     assert "t.json: a new tokenizer of 300 ids\n" in said
+    assert "documents begin with: <|endoftext|> (id 0), end with: <|endoftext|> (id 0)\n" in said
     config = compose_config(shlex.split(printed.replace("\\\n", " ")), ROOT / "configs")
     bundle = KINDS["indexed"].open(config.data, config.model.vocab_size)
     (stream,), (held_out,) = bundle.train.values(), bundle.validation.values()
@@ -449,12 +450,16 @@ def test_pairs_that_do_not_fit_are_not_merged(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
-    for name, options in (("0", ALL), ("begun", Options(0, bos_token="<|endoftext|>"))):
-        prepare(parts, tmp_path / name, tokenizer, options)
+    begun = HuggingFaceTokenizer(tokenizer.content, "t.json", bos_token="<|endoftext|>")
+    for name, of_pair in (("0", tokenizer), ("begun", begun)):
+        prepare(parts, tmp_path / name, of_pair, ALL)
     write(tmp_path / "wide", [[1]], np.int32)
     for names, expected in (
         (["0", "0"], "a merge needs two or more different pairs"),
-        (["0", "begun"], "the .json files of the pairs differ in bos (None, {"),
+        (
+            ["0", "begun"],
+            "begun have documents that begin with different tokens (none; <|endoftext|>, id 0)",
+        ),
         (["0", "wide"], "0 uint16, "),
     ):
         assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2

@@ -8,13 +8,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.indexed import IndexedDataset
 from data.sources import open_indexed, prefixes
 from data.tokenizer import train_tokenizer
-from tests.data.streams import write_random
+from tests.data.streams import write, write_random
 
 KEY = "data.sources.web"
 
@@ -93,13 +94,77 @@ def test_a_tokenizer_that_did_not_make_the_files_is_refused(tmp_path: Path) -> N
     tokenizer = train_tokenizer(["some text"] * 3, 260)
     tokenizer.save(tmp_path / "tokenizer.json")
     facts = tmp_path / "web.json"
-    for content in ({"tokenizer": {"fingerprint": tokenizer.fingerprint()}}, {"tokens": 1}):
+    for content in ({"tokenizer": {"fingerprint": tokenizer.fingerprint()}}, {"text_bytes": 1}):
         facts.write_text(json.dumps(content))
         open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
     facts.write_text(json.dumps({"tokenizer": {"fingerprint": "0123456789abcdef"}}))
     with pytest.raises(ValueError, match=r"data\.sources\.web: .*web was made with another tokenizer \(0123456789ab"):
         open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
     assert open_indexed(1000, {"web": prefix}).tokenizer is None
+
+
+EOD, SEP = {"token": "<|endoftext|>", "id": 0}, {"token": "!", "id": 1}
+FACTS: dict[str, Any] = {"tokenizer": {"kind": "tokenizer.json"}, "eod": EOD, "bos": None}
+
+
+@pytest.mark.parametrize(
+    ("where", "changed", "expected"),
+    [
+        ("more", {"tokenizer": {"fingerprint": "0" * 64}}, "were made with different tokenizers (fingerprint {}; "),
+        ("web_1", {"eod": SEP}, "have documents that end with different tokens (<|endoftext|>, id 0; !, id 1) by"),
+        ("held_out", {"bos": EOD}, "have documents that begin with different tokens (none; <|endoftext|>, id 0) by"),
+        ("held_out", {"tokens": 7}, "describes other tokens: tokens 7, here 500; restore "),
+        ("more", {"documents": 3}, "describes other tokens: documents 3, here "),
+        ("web_0", {"dtype": "int32"}, "describes other tokens: dtype int32, here uint16"),
+        ("web_0", {"eod": "x"}, "does not have the facts of a dataset ("),
+    ],
+)
+def test_datasets_that_disagree_are_refused(where: str, changed: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    """Two files of a source, two sources, and validation sets, with and without data.tokenizer."""
+    tokenizer = train_tokenizer(["some text!"] * 3, 260)
+    tokenizer.save("tokenizer.json")
+    facts = {**FACTS, "tokenizer": {"fingerprint": tokenizer.fingerprint()}}
+    for name in ("web_0", "web_1", "more", "held_out"):
+        write_random(tmp_path / name, 500)
+        Path(f"{name}.json").write_text(json.dumps(facts | (changed if name == where else {})))
+    write_random(tmp_path / "unknown", 500)
+    sources, held_out = {"web": ["web_0", "web_1"], "more": "more", "megatron": "unknown"}, {"own": "held_out"}
+    for given in (None, "tokenizer.json"):
+        with pytest.raises(ValueError) as refusal:
+            open_indexed(1000, sources, held_out, given)
+        assert expected.format(tokenizer.fingerprint()[:12]) in str(refusal.value)
+        assert f"{where}" in str(refusal.value) and "\n" not in str(refusal.value)
+    Path(f"{where}.json").write_text(json.dumps(facts))
+    bundle = open_indexed(1000, sources, held_out)
+    assert "documents begin with: no token, end with: <|endoftext|> (id 0)" in bundle.summary()
+
+
+def test_the_data_says_which_tokens_begin_and_end_its_documents(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["some text!"] * 3, 260)
+    tokenizer.save("tokenizer.json")
+    begin, end = ({"token": token, "id": tokenizer.token_id(token)} for token in ("s", "!"))
+    facts = {"tokenizer": {"fingerprint": tokenizer.fingerprint(), "vocab_size": 260}, "eod": end, "bos": begin}
+    write_random(tmp_path / "web", 500)
+    Path("web.json").write_text(json.dumps(facts))
+    opened = open_indexed(1000, {"web": "web"}, tokenizer="tokenizer.json")
+    assert opened.tokenizer is not None and opened.tokenizer.document_tokens == {"eod": end, "bos": begin}
+    assert opened.facts == open_indexed(1000, {"web": "web"}).facts == facts
+    with pytest.raises(ValueError, match=r"data\.eod_token=x, but documents of .*web end with ! .*leave"):
+        open_indexed(1000, {"web": "web"}, tokenizer="tokenizer.json", eod_token="x")
+    with pytest.raises(ValueError, match=r"has 260 ids and the model only 259: set model\.vocab_size to 260 or more"):
+        open_indexed(259, {"web": "web"})
+
+
+def test_the_ends_of_documents_that_no_json_describes_are_read(tmp_path: Path) -> None:
+    train_tokenizer(["some text!"] * 3, 260).save("tokenizer.json")
+    for name, ends in (("right", [0]), ("other", [1]), ("none", [5, 6, 7])):
+        write(tmp_path / name, [[2, 3, ends[i % len(ends)]] for i in range(30)])
+    with pytest.raises(ValueError, match=r"other end with the id 1, not with <\|endoftext\|> \(id 0\); set data\.eod"):
+        open_indexed(1000, {"right": "right", "other": "other"}, tokenizer="tokenizer.json")
+    assert open_indexed(1000, {"other": "other"}, None, "tokenizer.json", "!").warnings == []
+    (warning,) = open_indexed(1000, {"right": "right"}, {"none": "none"}, "tokenizer.json").warnings
+    assert warning.startswith("warning: data.validation.none: documents of none do not end with <|endoftext|> (id 0)")
+    assert "begin with: unknown, end with: unknown" in open_indexed(1000, {"right": "right"}).summary()
 
 
 def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(

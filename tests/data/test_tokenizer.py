@@ -67,14 +67,15 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None, int]] = {
     "tokenizer.json": (hugging_face_file, "<|endoftext|>", None, 300),
     "folder": (hugging_face_folder, "</s>", "<s>", 308),
     "sentencepiece": (sentence_piece, "</s>", "<s>", 320),
-    "tiktoken": (ranks, "<|endoftext|>", None, 301),
+    "tiktoken": (ranks, "<|endoftext|>", "<|begin|>", 301),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_works_alike(kind: str, tmp_path: Path) -> None:
     make, eod, bos, vocab_size = KINDS[kind]
-    tokenizer = load_tokenizer(make(tmp_path))
+    assert load_tokenizer(make(tmp_path)).bos_token is None  # whatever the file names
+    tokenizer = load_tokenizer(make(tmp_path), bos_token=bos)
     assert (tokenizer.eod_token, tokenizer.bos_token, tokenizer.vocab_size) == (eod, bos, vocab_size)
     assert tokenizer.eod_id == tokenizer.id_of(eod)
     texts, lengths = [*ODD_TEXTS, f"def {eod} argument"], tokenizer.byte_lengths()
