@@ -42,7 +42,7 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.runtime.progress import Section, process_time, state_of_process
+from megatron_fp4.runtime.progress import Section, run_time_of, state_of_process
 from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
@@ -195,7 +195,7 @@ class Exports(Callback):
             self._failed(step, "aborted because this start ends; the next start makes it")
 
     def _moved(self) -> float | None:
-        return None if self._running is None else process_time(self._running.process.pid)
+        return None if self._running is None else run_time_of(self._running.process.pid)
 
     def _where(self) -> str:
         if self._running is None:

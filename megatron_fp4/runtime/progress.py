@@ -441,25 +441,19 @@ def section_of(thread: threading.Thread, step: int, phase: str) -> Section:
 
 
 def run_time(thread: threading.Thread) -> float:
-    """Nanoseconds that `thread` and all threads of pools have run. On a system that does not tell, the time: then every
-    thread seems to move."""
-    threads = [thread.native_id, *(pooled.native_id for pooled, _ in _pooled())]
-    found = 0
-    for native_id in threads:
-        try:
-            found += int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[0])
-        except OSError:  # it has just ended, or the system has no such files
-            found += 0 if Path("/proc/self/schedstat").exists() else time.monotonic_ns()
-    return found
+    """Nanoseconds that `thread` and all threads of pools have run; see `run_time_of`."""
+    return run_time_of("self", [thread.native_id, *(pooled.native_id for pooled, _ in _pooled())])
 
 
-def process_time(pid: int) -> float:
-    """Clock ticks that the process `pid` has run; the time on a system that does not tell."""
+def run_time_of(pid: int | str, tasks: Iterable[int | None] = ()) -> float:
+    """Nanoseconds that some or all (`()`) threads of a process have run. The time if one has just ended, or if the
+    system does not tell: then it seems to move."""
+    folder = Path(f"/proc/{pid}/task")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        times = [(folder / str(task) / "schedstat").read_text().split()[0] for task in tasks or os.listdir(folder)]
     except OSError:
-        return time.monotonic()
-    return float(fields[11]) + float(fields[12])
+        return float(time.monotonic_ns())
+    return float(sum(map(int, times)))
 
 
 # Files whose functions wait for a device or for other ranks.
