@@ -285,7 +285,7 @@ class _SharedMaxima:
         self.weights = sorted(weights, key=lambda weight: not weight.context.place("weight").amax_groups)
         groups = [weight.context.place("weight").amax_groups for weight in self.weights]
         self.group, self.num_tensor_parallel = shards.get_group(), sum(map(bool, groups))
-        self.tensor_parallel = groups[0]
+        self.tensor_parallel = groups[0] if groups else ()
         self._message = self._scales = torch.empty(0)  # _scales: FP32 [weights], the tensor scales
         self._block_maxima: list[Tensor] = []  # this rank's maxima of shared blocks, and their places in the message
         self._block_places: list[Tensor] = []
