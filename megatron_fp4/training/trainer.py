@@ -323,9 +323,9 @@ class Trainer:
     def save(self, done: int, last: bool = False) -> None:
         """Save the checkpoint of `done` steps, or start to save it in the background. last: it is the last one of this
         start."""
-        self.progress.at(done, "save")
         for callback in self.callbacks:
             callback.on_checkpoint(done)
+        self.progress.at(done, "save")  # after callbacks with phases of their own
         self.checkpointer.save(
             done,
             self.model,

@@ -121,7 +121,7 @@ def test_a_run_ends_though_its_process_group_hangs(small: list[str], tmp_path: P
     [
         Hang("start", "readdir", ranks=2),
         Hang("load", "read", ranks=2, victim=1),
-        Hang("save", "statfs"),
+        Hang("save", "statfs", ranks=2),
         Hang("background save", "fsync", ranks=2, victim=1),
         Hang("export", "close"),
         Hang("process of an export", "stop"),
