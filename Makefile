@@ -84,7 +84,7 @@ KERNEL_TESTS := $(patsubst %,tests/gpu/test_%.py,quantizers gathered_codes linea
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton $(BIN)/python -m pytest -p tests.interpreted.plugin
 
 test-kernels: $(VENV)/.triton
-	$(INTERPRETED) tests/interpreted/self_test.py --durations 0
+	$(INTERPRETED) tests/interpreted/check_interpreter.py --durations 0
 	$(INTERPRETED) --numprocesses auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS) $(or $(ARGS),--every-kernel)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
