@@ -233,7 +233,8 @@ def recipes_from(
     recipes. Raises ConfigError for the first one that cannot be trained for `steps` steps from the checkpoint.
     """
     shared, named = named_recipes(arguments, configs)
-    manifest, trainer = read_manifest(checkpoint), read_trainer(checkpoint)
+    manifest = read_manifest(checkpoint)
+    trainer = read_trainer(checkpoint, manifest)
     check_resumable(checkpoint, manifest)
     before = config_from_saved(trainer["config"], [], configs, opens_data=False).precision
     if (switched := trainer["switch"]["switched_at"]) is not None:
@@ -263,10 +264,11 @@ def recipes_from(
 def cautions(checkpoint: Path, configs: Path, steps: int) -> Iterator[str]:
     """Warnings: if the run of `checkpoint` trained in a quantized recipe, and if the checkpoint is far from a fifth of
     its run of `steps` steps, where `GROWTH` was measured."""
-    precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs, opens_data=False).precision
+    manifest = read_manifest(checkpoint)
+    precision = config_from_saved(read_trainer(checkpoint, manifest)["config"], [], configs, opens_data=False).precision
     if recipe_from_config(precision).quantized:
         yield f"{checkpoint}: its run trains in {precision.name}, so its weights favor it; better take a BF16 run's"
-    if not 0.1 <= (share := read_manifest(checkpoint).step / steps) <= 0.4:
+    if not 0.1 <= (share := manifest.step / steps) <= 0.4:
         yield (
             f"{checkpoint}: after {share:.0%} of the run; prices assume that gaps grow as they do after a fifth of a "
             "run, and later they change less"

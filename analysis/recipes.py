@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from analysis.price import Curve, fit
 from analysis.runs import comparable, difference_line, differences, settings_of
@@ -26,7 +25,7 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import counted, markdown, short_tokens
 from megatron_fp4.logging.files import METRICS_FILE
-from megatron_fp4.logging.run_folder import read_records
+from megatron_fp4.logging.run_folder import read_mapping, read_records
 
 MEAN = ""  # in the place of a held-out source: the unweighted mean of all sources
 
@@ -109,10 +108,10 @@ def read_held_out(run_dir: Path) -> HeldOut:
     if not config_file.exists():
         raise FileNotFoundError(f"{config_file} does not exist; name the folder of a run (its run.dir)")
     try:
-        config = yaml.safe_load(config_file.read_text())
+        config = read_mapping(config_file)
         seed = int(config["run"]["seed"])
         data_seed = int(seed if config["data"].get("seed") is None else config["data"]["seed"])
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{config_file} has no run.seed, or one that is not a number") from error
     validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
     losses: dict[int, dict[str, float]] = {}
@@ -167,7 +166,7 @@ def _only_longer(run_dir: Path, config: Mapping[str, Any], starts: Sequence[Mapp
     folder = trunk if trunk.exists() else run_dir.parent / trunk.name
     if not ((folder / "config.yaml").exists() and (folder / METRICS_FILE).exists()):
         return False
-    theirs = yaml.safe_load((folder / "config.yaml").read_text())
+    theirs = read_mapping(folder / "config.yaml")
     before = [record for record in read_records(folder) if record["kind"] == "run"]
     if not before or not before[0]["step"] < starts[0]["step"] < (before[-1].get("decay_start") or 0):
         return False
@@ -181,10 +180,7 @@ def _only_longer(run_dir: Path, config: Mapping[str, Any], starts: Sequence[Mapp
 def configs_of(groups: Groups, configs: Path) -> dict[str, Config]:
     """The configuration of the first run of each group. Raises ConfigError for one that cannot be composed."""
     files = {name: runs[0].folder / "config.yaml" for name, runs in groups.items()}
-    return {
-        name: config_from_saved(yaml.safe_load(file.read_text()), [], configs, opens_data=False)
-        for name, file in files.items()
-    }
+    return {name: config_from_saved(read_mapping(file), [], configs, opens_data=False) for name, file in files.items()}
 
 
 def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[HeldOut]:

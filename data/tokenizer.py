@@ -396,20 +396,25 @@ class TiktokenTokenizer(TextTokenizer):
         return type(self), (*self.parts, self.name, self.eod_token, self.bos_token)
 
 
-def load_tokenizer(path: str | Path, eod_token: str | None = None, bos_token: str | None = None) -> TextTokenizer:
+Read = Callable[[Path], bytes]
+
+
+def load_tokenizer(
+    path: str | Path, eod_token: str | None = None, bos_token: str | None = None, read: Read = Path.read_bytes
+) -> TextTokenizer:
     """Open a tokenizer of one of KINDS, recognized by its files. eod_token: the token that ends a document; None: the
     one that the file names (`eos_token` of a Hugging Face folder), or "<|endoftext|>" if the file names none.
-    bos_token: the token that begins a document; None: none does.
+    bos_token: the token that begins a document; None: none does. read: reads every file.
 
     Raises FileNotFoundError, and ValueError for another kind of file, a damaged file, or one without the tokens.
     """
     path = Path(path)
     if (path / "tokenizer.json").is_file():
-        eos, reserved = _special_tokens(path)
-        content = _text_of(path / "tokenizer.json")
-        return HuggingFaceTokenizer(content, str(path), eod_token or eos, bos_token, reserved)
+        eos, reserved = _special_tokens(path, read)
+        text = _text_of(read(path / "tokenizer.json"))
+        return HuggingFaceTokenizer(text, str(path), eod_token or eos, bos_token, reserved)
     if (path / "tokenizer.model").is_file():
-        return load_tokenizer(path / "tokenizer.model", eod_token, bos_token)
+        return load_tokenizer(path / "tokenizer.model", eod_token, bos_token, read)
     if path.is_dir():
         raise FileNotFoundError(
             f"the folder {path} has no tokenizer.json and no tokenizer.model; write one with transformers: "
@@ -417,24 +422,25 @@ def load_tokenizer(path: str | Path, eod_token: str | None = None, bos_token: st
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no tokenizer at {path}; give {KINDS}")
-    if path.suffix.lower() == ".tiktoken" or _is_rank_file(path):
-        return _read_ranks(path, eod_token, bos_token)
+    content = read(path)
+    if path.suffix.lower() == ".tiktoken" or _has_ranks(content):
+        return _read_ranks(path, content, eod_token, bos_token, read)
     if path.suffix.lower() == ".model":
-        return SentencePieceTokenizer(path.read_bytes(), str(path), eod_token, bos_token)
-    return HuggingFaceTokenizer(_text_of(path), str(path), eod_token, bos_token)
+        return SentencePieceTokenizer(content, str(path), eod_token, bos_token)
+    return HuggingFaceTokenizer(_text_of(content), str(path), eod_token, bos_token)
 
 
-def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="surrogateescape")  # bytes that are not UTF-8 fail later as JSON
+def _text_of(content: bytes) -> str:
+    return content.decode(errors="surrogateescape")  # bytes that are not UTF-8 fail later as JSON
 
 
-def _special_tokens(folder: Path) -> tuple[str | None, int]:
+def _special_tokens(folder: Path, read: Read) -> tuple[str | None, int]:
     """(eos_token, largest id of an added token plus one) in a folder's configuration files."""
     merged: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if file.is_file():
             try:
-                merged.update(json.loads(_text_of(file)))
+                merged.update(json.loads(_text_of(read(file))))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file} is not a JSON object ({error}); save the tokenizer again") from error
     eos = merged.get("eos_token")
@@ -443,20 +449,21 @@ def _special_tokens(folder: Path) -> tuple[str | None, int]:
     return eos, max((int(number) + 1 for number in merged.get("added_tokens_decoder") or {}), default=0)
 
 
-def _is_rank_file(file: Path) -> bool:
+def _has_ranks(content: bytes) -> bool:
     """Whether a file begins like a rank file. Its name does not tell: Llama 3's is `tokenizer.model`."""
-    with open(file, "rb") as opened:
-        words = opened.readline(4096).split()
+    words = content[:4096].partition(b"\n")[0].split()
     try:
         return len(words) == 2 and words[1].isdigit() and bool(base64.b64decode(words[0], validate=True))
     except ValueError:
         return False
 
 
-def _read_ranks(file: Path, eod_token: str | None, bos_token: str | None) -> TiktokenTokenizer:
+def _read_ranks(
+    file: Path, content: bytes, eod_token: str | None, bos_token: str | None, read: Read
+) -> TiktokenTokenizer:
     """The tokenizer of a rank file and the settings beside it."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -466,7 +473,7 @@ def _read_ranks(file: Path, eod_token: str | None, bos_token: str | None) -> Tik
             ) from error
     settings_file = file.with_suffix(".json")
     try:
-        settings = json.loads(settings_file.read_bytes())
+        settings = json.loads(read(settings_file))
         pattern = str(settings["pattern"])
         special = {str(token): int(number) for token, number in settings["special_tokens"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -30,6 +30,7 @@ from exchange.nvfp4 import (
     quantization_config,
 )
 from exchange.tokenizer import check_exported_tokenizer
+from megatron_fp4.checkpoint.files import read_plain
 from megatron_fp4.precision.verify import difference
 
 
@@ -152,7 +153,7 @@ class FolderCheck:
         problems += _other_keys("quantization_config.", written, same)
         if layout is MODELOPT:
             try:
-                beside = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
+                beside = json.loads(read_plain(self.folder.path / QUANTIZATION))["quantization"]
             except (OSError, ValueError, KeyError, TypeError):
                 beside = None
             if beside != hf_quant_config(expected)["quantization"]:
@@ -166,7 +167,7 @@ class FolderCheck:
         problems = []
         if isinstance(tokenizer, HuggingFaceTokenizer):
             # An export sets what is added before a text.
-            stored, own = ({**json.loads(of), "post_processor": None} for of in (path.read_bytes(), tokenizer.content))
+            stored, own = ({**json.loads(of), "post_processor": None} for of in (read_plain(path), tokenizer.content))
             if stored != own:
                 problems.append(f"tokenizer.json is not {tokenizer.name}, which made the data of the run")
         try:

@@ -6,7 +6,6 @@ Each tensor is read when it is needed, with its global shape, for any mesh that 
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,20 +36,21 @@ class Checkpoint:
     """A checkpoint, opened for reading; no tensor is loaded yet.
 
     manifest, trainer: as they were saved. step, tokens: how many are done. weights_only: whether it has no optimizer
-    state. config: the run's. tensors: the shapes of the model's parameters, by name.
+    state. config: the run's. trusted: whether the paths in it may be opened. tensors: the shapes of the model's
+    parameters, by name.
     Raises DamagedCheckpointError for missing files or files with another size, and ConfigError for a configuration of
     another version.
     """
 
     def __init__(self, folder: Path, config_dir: Path, trusted: bool = False) -> None:
-        self.folder = folder
+        self.folder, self.trusted = folder, trusted
         self.manifest: Manifest = files.read_manifest(folder)
         self.step, self.tokens = self.manifest.step, self.manifest.consumed_tokens
         self.weights_only = self.manifest.weights_only
         for name, record in self.manifest.files.items():
             with files.opened(folder, name, record):
                 pass
-        self.trainer: dict[str, Any] = json.loads(self.file(files.TRAINER))
+        self.trainer = files.read_trainer(folder, self.manifest)
         self._metadata: Metadata = read_metadata(self.file(METADATA))
         self.config: Config = config_from_saved(
             self.trainer["config"], [], config_dir, opens_data=False, trusted=trusted
@@ -82,6 +82,10 @@ class Checkpoint:
         """The content of a small file. Raises DamagedCheckpointError if it has changed since it was saved."""
         return files.read_checked(self.folder, name, self.manifest.files)
 
+    def read(self, path: Path) -> bytes:
+        """The content of a file of the checkpoint, which its manifest must name, or of a plain file elsewhere."""
+        return self.file(path.name) if path.parent == self.folder else files.read_plain(path)
+
 
 def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Checkpoint:
     """The checkpoint in `folder`, or the newest one of the run in `folder`. trusted: see `config_from_saved`.
@@ -90,14 +94,12 @@ def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Ch
     """
     chosen = checkpoint_in(folder)
     try:
-        return Checkpoint(chosen, config_dir, trusted)
+        with files.well_formed(chosen / files.TRAINER):
+            return Checkpoint(chosen, config_dir, trusted)
     except OtherFormatError as error:
         raise ValueError(f"{chosen}: {error}; use the version that wrote it") from error
     except DamagedCheckpointError as error:
         raise ValueError(f"{chosen} is damaged: {error}; give another checkpoint") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        problem = f"{files.TRAINER} does not describe a run ({error!r})"
-        raise ValueError(f"{chosen}: {problem}; give another checkpoint") from error
     except ConfigError as error:
         raise ValueError(f"{chosen}: {error}") from error
 
@@ -159,8 +161,6 @@ def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[sl
             with files.open_plain(folder / place.relative_path) as file:
                 view: Any = _create_file_view(io.BufferedReader(file), place.offset, place.length)
                 piece = torch.load(view, map_location="cpu", weights_only=True)
-        except DamagedCheckpointError:
-            raise
         except Exception as error:  # torch raises many types for damaged bytes
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DamagedCheckpointError(f"{place.relative_path}: {name} is not readable ({problem})") from error

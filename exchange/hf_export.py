@@ -31,6 +31,7 @@ from exchange.nvfp4 import (
 from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint.files import TRAINER, well_formed
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.runtime.revision import revision
 from models.pattern import MIXERS, parameter_count
@@ -88,7 +89,8 @@ def export_hf(
         if nvfp4.layout is MODELOPT:
             content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
     content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
-    content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
+    with well_formed(checkpoint.folder / TRAINER):
+        content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
     checkpoint.verify()  # after the other checks, because it reads every file, moments included
     with new_folder(output, checkpoint.folder) as folder:
         for name, text in content.items():

@@ -16,6 +16,7 @@ from exchange.hf_export import CONFIG, INDEX, QUANTIZATION, SINGLE, SPECIAL_IDS
 from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import kept_tokenizer
 from exchange.weights_only import write_weights_only
+from megatron_fp4.checkpoint.files import open_plain, read_plain
 from megatron_fp4.config.compose import compose_config
 from models.pattern import check_model
 from models.published import Section, Sections, from_published
@@ -76,10 +77,11 @@ class Folder:
 
         path = self.path / name
         try:
+            open_plain(path).close()
             return safe_open(path, framework="pt", device="cpu")
         except FileNotFoundError:
             raise ValueError(f"{path} is missing, which {INDEX} names; fetch the folder again") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
 
     def parts(self, section: Section) -> list[str]:
@@ -101,10 +103,10 @@ class Folder:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model's folder. Raises ValueError if there is none."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; fetch the folder again")

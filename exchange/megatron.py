@@ -224,7 +224,7 @@ def import_megatron(
     check_tensors(shapes, stored, folder)
     if tokenizer is None:  # `export_megatron` writes one beside the iteration
         beside = (folder / TOKENIZER, folder.resolve().parent / TOKENIZER)
-        tokenizer = next((path for path in beside if path.is_dir()), None)
+        tokenizer = next((path for path in beside if path.is_dir() and not path.is_symlink()), None)
     kept, fingerprint = ({}, None) if tokenizer is None else kept_tokenizer(tokenizer, config.model.vocab_size)
     if tokenizer is not None and fingerprint is None:
         raise ValueError(f"{tokenizer} has neither tokenizer.json nor tokenizer.model; give the folder or file of one")
@@ -320,8 +320,7 @@ class MegatronFolder:
         self.folder = _iteration_in(folder)
         if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
             raise ValueError(f"its {FORMAT} has the format {backend}; save it with --ckpt-format torch_dist")
-        with files.open_plain(self.folder / METADATA) as file:
-            self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
+        self._metadata: Metadata = read_metadata(files.read_plain(self.folder / METADATA), foreign=True)
         self.arguments, self.iteration = _read_common(self.folder / COMMON)
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: saved
@@ -361,7 +360,7 @@ def _iteration_in(folder: Path) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
-    name = tracker.read_text(errors="replace").strip()
+    name = files.read_plain(tracker, 1 << 10).decode(errors="replace").strip()
     iteration = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
     if not iteration.is_dir():
         raise ValueError(f"{tracker} names {name[:40]!r}, but {iteration} is missing; give another iter_* folder")
@@ -371,7 +370,7 @@ def _iteration_in(folder: Path) -> Path:
 def _backend(path: Path) -> Any:
     """The format that Megatron wrote; None if it is not recorded."""
     try:
-        return json.loads(path.read_text())["sharded_backend"]
+        return json.loads(files.read_plain(path))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -381,8 +380,7 @@ def _read_common(path: Path) -> tuple[dict[str, Any], int]:
     read."""
     if not path.exists():
         return {}, 0
-    with files.open_plain(path) as file:
-        content = file.readall()
+    content = files.read_plain(path)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data.pkl"))

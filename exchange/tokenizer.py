@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +27,14 @@ from data.sources import prefixes
 from data.storage import is_url
 from data.tokenizer import (
     HuggingFaceTokenizer,
+    Read,
     SentencePieceTokenizer,
     TextTokenizer,
     TiktokenTokenizer,
     load_tokenizer,
 )
 from exchange.checkpoint import Checkpoint
+from megatron_fp4.checkpoint.files import check_plain, read_plain
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,7 +52,7 @@ TOKENIZER_FILES = (
 def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> TextTokenizer | None:
     """The tokenizer that made the data of the checkpoint's run; None if the run has none and none is given.
 
-    given: its path now, if it differs from the path in the configuration.
+    given: its path now, if it differs from the path in the configuration, which only a trusted checkpoint may name.
     Raises ValueError if it is missing, cannot be read, or is another one than the run's.
     """
     data, facts = checkpoint.config.data, checkpoint.trainer.get("data_facts", {})  # earlier versions have none
@@ -60,19 +63,18 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     remedy = "give the right one as --tokenizer PATH"
     try:
         if given is not None:
-            tokenizer = load_tokenizer(given, *ends)
+            tokenizer = load_tokenizer(given, *ends, read_plain)
         elif checkpoint.weights_only:
-            kept = {name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
-            for name in kept:
-                checkpoint.file(name)  # raises if it has changed
-            if kept & {"tokenizer.json", "tokenizer.model"}:
-                tokenizer = load_tokenizer(checkpoint.folder, *ends)
+            if {"tokenizer.json", "tokenizer.model"} & checkpoint.manifest.files.keys():
+                tokenizer = load_tokenizer(checkpoint.folder, *ends, checkpoint.read)
+        elif not checkpoint.trusted and (data.tokenizer or data.cache_dir or (expected and data.kind != "builtin")):
+            path = data.tokenizer or data.cache_dir or "data.tokenizer"
+            consent = "give --trust-config if the run is yours, or its tokenizer as --tokenizer PATH"
+            raise ValueError(f"{checkpoint.folder} names {path}, which is not used without your consent; {consent}")
         elif data.tokenizer is not None:
-            tokenizer = load_tokenizer(data.tokenizer, *ends)
+            tokenizer = load_tokenizer(data.tokenizer, *ends, read_plain)
         elif data.kind == "builtin":
             tokenizer = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
-        elif expected is not None:  # its path used environment variables, which only a trusted configuration may read
-            raise ValueError(f"{checkpoint.folder} does not have the path of its tokenizer; {remedy}")
     except OSError as error:
         raise ValueError(f"the tokenizer of {checkpoint.folder} cannot be read ({error}); {remedy}") from error
     if tokenizer is not None and expected is not None and tokenizer.fingerprint() != expected:
@@ -86,23 +88,23 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     return tokenizer
 
 
-def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str | None]:
+def kept_tokenizer(path: Path, vocab_size: int, read: Read = read_plain) -> tuple[dict[str, bytes], str | None]:
     """What an imported checkpoint saves of the tokenizer at `path`, a folder or a file: name -> content of its files,
     named as in a Hugging Face folder, and its fingerprint (None without a tokenizer). Raises ValueError for a tokenizer
     with more ids than the model has."""
-    files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    files = {name: path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)}
     if path.is_file():
         files = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
-    fingerprint = None
+    kept, fingerprint = {name: read(file) for name, file in files.items()}, None
     if {"tokenizer.json", "tokenizer.model"} & {*files}:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, read=read)
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; give the "
                 "model's own, or remove it"
             )
         fingerprint = tokenizer.fingerprint()
-    return {name: file.read_bytes() for name, file in files.items()}, fingerprint
+    return kept, fingerprint
 
 
 # What of a folder's tokenizer_config.json does not change the ids of a text.
@@ -129,8 +131,8 @@ def exported_tokenizer(
     if tokenizer is None:
         return {}
     if _came_with(checkpoint, tokenizer):
-        return kept_tokenizer(checkpoint.folder, checkpoint.config.model.vocab_size)[0]
-    return tokenizer_files(tokenizer, sequence_length)
+        return kept_tokenizer(checkpoint.folder, checkpoint.config.model.vocab_size, checkpoint.read)[0]
+    return tokenizer_files(tokenizer, sequence_length, checkpoint.read)
 
 
 def check_exported_tokenizer(folder: Path, checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> None:
@@ -144,9 +146,9 @@ def _came_with(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> bool:
     return checkpoint.weights_only and tokenizer.name == str(checkpoint.folder)
 
 
-def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int, read: Read = read_plain) -> dict[str, bytes]:
     """File name -> content, for a Hugging Face folder. sequence_length: its `model_max_length`, unless the tokenizer's
-    folder has one.
+    folder has one. read: reads the files beside the tokenizer's.
 
     Raises ValueError if the tokenizer cannot be converted to files that give the same ids.
     """
@@ -158,10 +160,10 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
     }
     origin, files = Path(tokenizer.name), {}
     if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
-        own = json.loads((origin / "tokenizer_config.json").read_bytes())
+        own = json.loads(read(origin / "tokenizer_config.json"))
         config |= {key: own[key] for key in _KEPT if own.get(key) is not None}
-        if (origin / "chat_template.jinja").is_file():
-            files["chat_template.jinja"] = (origin / "chat_template.jinja").read_bytes()
+        if os.path.lexists(template := origin / "chat_template.jinja"):
+            files[template.name] = read(template)
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
     if tokenizer.bos_token is not None:
         config["bos_token"] = tokenizer.bos_token
@@ -201,8 +203,9 @@ def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequen
             "--no-tokenizer"
         ) from error
     logging.set_verbosity_error()
+    check_plain(folder)
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = " ".join(str(error).split())
         raise ValueError(f"transformers cannot open {tokenizer.name} as exported ({reason}); {_WITHOUT}") from error
@@ -227,9 +230,9 @@ _WITHOUT = "export with --no-tokenizer"
 
 def texts_of_data(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> list[str]:
     """The beginnings of some documents of the data that the checkpoint's run trained on, as far as it is on this
-    machine: at most _DOCUMENTS of each source, _DOCUMENT_TOKENS each."""
+    machine and its paths may be opened: at most _DOCUMENTS of each source, _DOCUMENT_TOKENS each."""
     data, texts = checkpoint.config.data, list[str]()
-    for name, value in data.sources.items() if data.kind == "indexed" else ():
+    for name, value in data.sources.items() if data.kind == "indexed" and checkpoint.trusted else ():
         try:
             prefix = next(prefix for prefix in prefixes(f"data.sources.{name}", value) if not is_url(prefix))
             dataset = IndexedDataset(prefix)

@@ -19,7 +19,7 @@ from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import CONFIG, Progress, export_hf
 from exchange.tokenizer import tokenizer_of
-from megatron_fp4.checkpoint.files import MANIFEST, step_of
+from megatron_fp4.checkpoint.files import MANIFEST, check_plain, step_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4[eval]"'
@@ -43,9 +43,10 @@ class Model(NamedTuple):
         return {"path": str(self.checkpoint.folder), "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
 
 
-def models_of(texts: Sequence[str], config_dir: Path) -> list[Model]:
+def models_of(texts: Sequence[str], config_dir: Path, trusted: bool = False) -> list[Model]:
     """The models of these texts, each MODEL or NAME=MODEL. Without a name, a run's checkpoint
-    `runs/nvfp4/checkpoints/step_00000200` gets the name `nvfp4@200`, another folder its own name.
+    `runs/nvfp4/checkpoints/step_00000200` gets the name `nvfp4@200`, another folder its own name. trusted: whether the
+    paths that checkpoints name may be opened.
 
     Raises ValueError for a model that does not exist, and for two models with the same name.
     """
@@ -55,7 +56,7 @@ def models_of(texts: Sequence[str], config_dir: Path) -> list[Model]:
         if not equals or Path(text).exists():
             name, rest = "", text
         path, resolved = Path(rest), Path(rest).resolve()
-        checkpoint = None if is_folder(path) else open_checkpoint(path, config_dir)
+        checkpoint = None if is_folder(path) else open_checkpoint(path, config_dir, trusted)
         of_run = (resolved / MANIFEST).is_file() and resolved.parent.name == "checkpoints"
         default = f"{resolved.parent.parent.name}@{step_of(resolved)}" if of_run else resolved.name
         found.append(Model(name or default, path, checkpoint))
@@ -106,11 +107,12 @@ def is_folder(path: Path) -> bool:
 
 
 def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: bool = True) -> OpenedFolder:
-    """Load a folder without network access.
+    """Load a folder without network access, and without running code that it has.
 
     dtype: of the computation, one of DTYPES; auto: the folder's. Raises ValueError, in one line, if transformers cannot
-    load the folder, if weights are missing or superfluous, or if the tokenizer is missing.
+    load the folder, if weights are missing or superfluous, if the tokenizer is missing, or for links in the folder.
     """
+    check_plain(folder)
     try:
         import transformers
     except ImportError as error:
@@ -128,7 +130,7 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
     decoded = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if method else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns that `decoded` overrides the folder's configuration
-        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **decoded}
+        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, **decoded}
         model, loading = _loaded(folder, transformers.AutoModelForCausalLM, **options)
     # transformers only warns, and initializes missing weights at random.
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -152,7 +154,7 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
 def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
     """Load a folder with one of transformers' Auto classes."""
     try:
-        return kind.from_pretrained(folder, local_files_only=True, **options)
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises any type, with pages of text
         raise ValueError(f"{folder} cannot be loaded by transformers: {in_one_line(error)}") from error
 

@@ -21,7 +21,6 @@ if __name__ == "__main__":
     import _command  # noqa: F401
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -34,7 +33,7 @@ import torch
 import yaml
 
 from data import provider as data
-from megatron_fp4.checkpoint.files import TRAINER, Manifest, checkpoint_in, read_checked, read_manifest
+from megatron_fp4.checkpoint.files import Manifest, checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
@@ -108,7 +107,7 @@ def analyze(options: argparse.Namespace) -> int:
 def analysis_config(checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool) -> Config:
     """The run's configuration with every linear quantized, and without a precision switch. Raises ConfigError if the
     recipe quantizes nothing."""
-    saved = json.loads(read_checked(checkpoint, TRAINER, manifest.files))["config"]
+    saved = read_trainer(checkpoint, manifest)["config"]
     config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(

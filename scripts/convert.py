@@ -39,6 +39,7 @@ from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
 from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.errors import printable
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as models
@@ -64,6 +65,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     group = with_tokenizer.add_mutually_exclusive_group()
     group.add_argument("--tokenizer", help="path of the run's tokenizer, if it was moved")
     group.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    trust = "the run is yours: use its paths and environment"
+    with_tokenizer.add_argument("--trust-config", action="store_true", help=trust)
 
     def command(name: str, run: Callable[[Any], int], *parents: argparse.ArgumentParser) -> Callable[..., Any]:
         text = inspect.getdoc(run) or ""
@@ -78,7 +81,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("output", type=Path, help="the folder to write, which must not exist")
     add("--format", choices=("hf", *FORMATS), default="hf", help="NVFP4 in ModelOpt's or compressed-tensors' layout")
     add("--dtype", choices=_DTYPES, help="of the weights (default bfloat16)")
-    add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--plan", choices=_PLANS, help="NVFP4 after a precision switch: use the plan now or before the switch")
     add("--calibrate", type=int, metavar="N", help="NVFP4: measure scales of inputs (W4A4) on N held-out sequences")
 
@@ -142,7 +144,7 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     and Megatron loads the result on any mesh. OUTPUT gets the weights without optimizer state, the model as
     Megatron-LM's flags (megatron_args.sh), the run's tokenizer and a README.md.
     """
-    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     check_output(options.output, checkpoint.folder)
     tokenizer = _tokenizer(options, checkpoint)
     checkpoint.verify()
@@ -189,7 +191,7 @@ def _import(options: argparse.Namespace, read: Callable[..., dict[str, Any]], **
     settings = read(options.folder, options.checkpoint, CONFIGS, **more)
     text = yaml.safe_dump(settings, sort_keys=False)
     described.write_text(text)
-    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:\n{text}", end="")
+    print(f"{options.checkpoint}: {printable(settings['name'])}; its settings are in {described}:\n{text}", end="")
     return 0
 
 
@@ -201,7 +203,7 @@ def check_command(options: argparse.Namespace) -> int:
     excluded. After a difference, the files of the checkpoint are compared with their SHA-256. Exit code 4 if something
     differs.
     """
-    folder, checkpoint = Folder(options.folder), open_checkpoint(options.checkpoint, CONFIGS)
+    folder, checkpoint = Folder(options.folder), open_checkpoint(options.checkpoint, CONFIGS, options.trust_config)
     trained, weights = None, f"{folder.config.get('dtype')}"
     if folder.layout is not None:
         trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan)
@@ -209,13 +211,16 @@ def check_command(options: argparse.Namespace) -> int:
     elif options.plan != "now":
         raise ValueError(f"--plan {options.plan}: {folder.path} has no NVFP4 weights; leave it out")
     tokenizer = _tokenizer(options, checkpoint)
-    print(f"{folder.path}: {folder.config.get('model_type')}, {weights}, against {checkpoint.folder}", flush=True)
+    print(
+        printable(f"{folder.path}: {folder.config.get('model_type')}, {weights}, against {checkpoint.folder}"),
+        flush=True,
+    )
     differing = 0
     for finding in FolderCheck(folder, checkpoint, trained, tokenizer).findings():
         first, *more = finding.problems or [""]
         verdict = f"DIFFERS: {first}{f' (and {len(more)} more)' if more else ''}" if first else "equal"
         differing += bool(first)
-        print(f"  {finding.what:<24}{finding.extent:<28}{verdict}", flush=True)
+        print(printable(f"  {finding.what:<24}{finding.extent:<28}{verdict}"), flush=True)
     if differing:
         checkpoint.verify()  # the reason may be a damaged file
     return 4 if differing else 0
@@ -231,7 +236,7 @@ def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> TextToken
 def _print_written(output: Path, checkpoint: Checkpoint, began: float) -> None:
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     print(
-        f"{output}: {checkpoint.config.model.name} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
+        f"{output}: {printable(checkpoint.config.model.name)} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
         f"{time.monotonic() - began:.1f} s"
     )
 

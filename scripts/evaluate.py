@@ -63,7 +63,7 @@ from pretrain import CONFIGS
 
 # Options without --validation, and options with it.
 _OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
-_OF_VALIDATION = ("set", "trust_config")
+_OF_VALIDATION = ("set",)
 
 
 def main(arguments: list[str]) -> int:
@@ -124,7 +124,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
     """Evaluate every model on the tasks of lm-eval, and print the table."""
     names = (options.tasks or "builtin").split(",")
-    models, device = models_of(options.models, CONFIGS), device_named(options.device)
+    models, device = models_of(options.models, CONFIGS, options.trust_config), device_named(options.device)
     prepare_environment(names)
     tokenizers = tokenizers_of(models, options.tokenizer)
     chosen = names, options.include_path, options.num_fewshot
@@ -159,7 +159,8 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
 def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     """Score the run's windows with the framework and with transformers, and print the table."""
     checkpoint, device = open_checkpoint(options.validation, CONFIGS), device_named(options.device)
-    models = models_of(options.models, CONFIGS) or [Model("FP32 export", checkpoint.folder, checkpoint)]
+    models = models_of(options.models, CONFIGS, options.trust_config)
+    models = models or [Model("FP32 export", checkpoint.folder, checkpoint)]
     prepare_environment([])
     torch.backends.cudnn.allow_tf32 = False  # compute convolutions in real FP32
     if wrong := [text for text in options.set if not text.startswith("data.")]:

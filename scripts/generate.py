@@ -83,6 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: BF16 on CUDA, else FP32)")
     add("--tokenizer", help="path of the run's tokenizer, if it was moved")
+    add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--batch", type=int, default=16, metavar="N", help="texts generated at the same time (default: 16)")
     return parser.parse_args(arguments)
 
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.temperature == 0 and options.samples > 1:
         raise ValueError(f"--samples {options.samples} with --temperature 0 would all be equal; leave one of them out")
     given = given_prompts(options)
-    checkpoint = open_checkpoint(options.checkpoint, CONFIGS)
+    checkpoint = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config)
     tokenizer = tokenizer_of(checkpoint, options.tokenizer)
     if tokenizer is None:
         problem = f"the run of {checkpoint.folder} has no tokenizer"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from data import provider as data
 from megatron_fp4.checkpoint.files import (
-    TRAINER,
+    MANIFEST,
     Origin,
     folder_name,
     list_checkpoints,
@@ -44,6 +44,7 @@ from megatron_fp4.checkpoint.files import (
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import METRICS_FILE, iterate_records
 from megatron_fp4.runtime.errors import run_command
@@ -105,7 +106,7 @@ def replay(options: argparse.Namespace) -> int:
     differing = compare(trainer, start, last, recorded)
     name_wrong_ranks(trainer, [r for r in records if r.get("event") == "replicas" and r["step"] == last])
     say(trainer, f"{last - start - differing} of {last - start} steps are equal to the last bit")
-    if differing and (made_with := read_trainer(origin).get("made_by")):
+    if differing and (made_with := read_trainer(origin, read_manifest(origin)).get("made_by")):
         for name, before, now in changed_facts(made_with, made_by(trainer.mesh.device)):
             say(trainer, f"changed since the checkpoint, so the numbers may: {name} {before} -> {now}")
     return 4 if differing else 0
@@ -114,13 +115,13 @@ def replay(options: argparse.Namespace) -> int:
 def say(trainer: Trainer, line: str) -> None:
     """Print a line, on the first rank."""
     if trainer.mesh.rank == 0:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
     """(the checkpoint to read, the step after which to begin, the run's folder). Step 0: from the initial weights."""
     given: Path = options.checkpoint
-    if (given / TRAINER).is_file():
+    if (given / MANIFEST).is_file():
         return given, read_manifest(given).step, given.absolute().parent.parent
     folders = sorted(list_checkpoints(given / "checkpoints"), key=step_of) if given.is_dir() else []
     if not folders:
@@ -155,11 +156,12 @@ class RecordedSpikes(Spikes):
 def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Path], trusted: bool = False) -> Trainer:
     """A trainer for the run of a checkpoint. Raises ConfigError if its bits cannot be reproduced here, or if it needs
     paths and is not `trusted`."""
-    saved = read_trainer(checkpoint)
+    manifest = read_manifest(checkpoint)
+    saved = read_trainer(checkpoint, manifest)
     config: Config = config_from_saved(saved["config"], overrides, CONFIGS, trusted=trusted)
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, so its bits cannot be reproduced")
-    ranks, made_with = place_in_run().world_size, read_manifest(checkpoint).world_size
+    ranks, made_with = place_in_run().world_size, manifest.world_size
     if ranks != made_with and not config.parallel.reproducible:
         raise ConfigError(
             f"{checkpoint} was made by {made_with} ranks, and {ranks} ranks add up in another order; start this "
@@ -186,7 +188,7 @@ def begin(trainer: Trainer, origin: Path, start: int) -> None:
                 f"the data is not that of these steps: {'; '.join(changes)}; name the old files, as data.sources=..."
             )
         return
-    if (begun := Origin.of(read_trainer(origin), "initialized_from")) is not None:
+    if (begun := Origin.of(read_trainer(origin, read_manifest(origin)), "initialized_from")) is not None:
         parts = trainer.model, trainer.precision.step_state
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
         if found is None or not begun.is_in(Path(found.path)):

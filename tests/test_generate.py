@@ -47,7 +47,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
 
     def call(*arguments: object) -> tuple[int, str, list[str]]:
         capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        code = main(["--trust-config", *map(str, arguments)])
         printed = capsys.readouterr()
         return code, printed.out, printed.err.splitlines()
 
@@ -57,7 +57,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
 
 def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int = 0, dtype: str = "float32") -> str:
     """The text that the library generates for this prompt alone."""
-    checkpoint, compute_dtype = open_checkpoint(run, CONFIGS), getattr(torch, dtype)
+    checkpoint, compute_dtype = open_checkpoint(run, CONFIGS, trusted=True), getattr(torch, dtype)
     of_run = tokenizer_of(checkpoint)
     assert of_run is not None
     settings = Settings(new, sampling, stop=of_run.eod_id, num_ids=of_run.vocab_size)
@@ -147,9 +147,9 @@ def test_wrong_input_gives_one_line(run: Path, cli, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_during_a_text_ends_without_a_traceback(run: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--prompt", "the quick"]
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--trust-config", str(run)]
     process = subprocess.Popen(
-        as_child([*command, "--max-tokens", "100000", "--temperature", "2"]),
+        as_child([*command, "--prompt", "the quick", "--max-tokens", "100000", "--temperature", "2"]),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

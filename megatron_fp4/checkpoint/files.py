@@ -32,13 +32,16 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """The format of manifests. Of checkpoints of format 1 only the weights are read."""
 MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
+T = TypeVar("T")
+# Larger files are read in pieces only. The metadata of a thousand ranks has 100 MB.
+_MOST_BYTES = 1 << 30
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
@@ -183,27 +186,60 @@ def checkpoint_in(folder: Path) -> Path:
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file, because
-    a link may lead anywhere and a pipe never ends."""
+    """Open a file of a checkpoint, run or model to read it: what others wrote is opened only here.
+
+    Raises ValueError if it is no plain file, because a link may lead anywhere and a pipe never ends; OSError.
+    """
+    refusal = f"{path} is a link, a pipe or a device, not a plain file; `cp -rL` copies the files that you trust"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        problem = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(error.errno or 0)
-        if problem is None:
-            raise
-        raise DamagedCheckpointError(f"{path.name} {problem}", path.name) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
+            raise ValueError(refusal) from error
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedCheckpointError(f"{path.name} is not a plain file", path.name)
+        raise ValueError(refusal)
     return io.FileIO(descriptor, "rb")
+
+
+def read_plain(path: Path, most: int = _MOST_BYTES) -> bytes:
+    """The content of a file, by `open_plain`. Raises ValueError, too, if it has more than `most` bytes."""
+    with open_plain(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"{path} has {size:,} bytes, and at most {most:,} are read")
+        return file.readall()
+
+
+def check_plain(folder: Path) -> None:
+    """Raise ValueError unless `folder` has only plain files and folders. For libraries that open files themselves."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            open_plain(path).close()
+
+
+@contextlib.contextmanager
+def well_formed(what: object) -> Iterator[None]:
+    """Inside, errors from values of the wrong type or missing keys become a ValueError: in `what`, which others wrote,
+    they are no error of this program."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{what} does not have what this program writes ({error!r:.200}); give another") from error
 
 
 @contextlib.contextmanager
 def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterator[io.FileIO]:
-    """A context with `open_plain` of a file, which must have the size in its record. EIO, by which a disk reports
-    damage, becomes a DamagedCheckpointError."""
+    """A context with `open_plain` of a file, which must have the size in its record. A file that is missing or no plain
+    file, and EIO, by which a disk reports damage, become a DamagedCheckpointError."""
     try:
-        with open_plain(folder / name) as file:
+        try:
+            file = open_plain(folder / name)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{name} is missing", name) from error
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{name} is not a plain file", name) from error
+        with file:
             size = os.fstat(file.fileno()).st_size
             if record is not None and size != record.size:
                 raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}", name)
@@ -239,6 +275,8 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
     """Read a small file of a checkpoint. Raises DamagedCheckpointError if it does not match its record."""
     if name not in records:
         raise DamagedCheckpointError(f"{MANIFEST} does not name {name}")
+    if records[name].size > _MOST_BYTES:
+        raise DamagedCheckpointError(f"{name} has {records[name].size:,} bytes, and at most {_MOST_BYTES:,} are read")
     with opened(folder, name, records[name]) as file:
         content = file.readall()
     if hashlib.sha256(content).hexdigest() != records[name].sha256:
@@ -246,17 +284,25 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
     return content
 
 
-def read_trainer(folder: Path) -> Any:
-    """The trainer state of the checkpoint in `folder`, without a check. Raises OSError, and ValueError if it is no
-    JSON."""
-    return json.loads((folder / TRAINER).read_text())
+def read_trainer(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The trainer state of the checkpoint in `folder`. Raises DamagedCheckpointError if it does not match its record or
+    is no JSON object; OSError."""
+    try:
+        content = json.loads(read_checked(folder, TRAINER, manifest.files))
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{TRAINER} is not readable: {error}") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(f"{TRAINER} is not a JSON object")
+    return content
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises DamagedCheckpointError if it is missing, damaged, or of an unknown format;
     OSError."""
     with opened(folder, MANIFEST) as file:
-        text = file.readall()
+        text = file.read(_MOST_BYTES)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
@@ -264,19 +310,26 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpointError(str(changed(MANIFEST)))
     try:
-        for name in ("format", "save_index", "step", "world_size"):
-            if not isinstance(content[name], int):
-                raise TypeError(f"{name} is {content[name]!r:.40}")
-        if not 1 <= content["format"] <= FORMAT:
-            raise OtherFormatError(f"{MANIFEST} has format {content['format']}, this version reads 1 to {FORMAT}")
-        records = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(**{**content, "files": records})
+        if type(number := content["format"]) is int and not 1 <= number <= FORMAT:
+            raise OtherFormatError(f"{MANIFEST} has format {number}, this version reads 1 to {FORMAT}")
+        records = {name: _typed(FileRecord, record) for name, record in content["files"].items()}
+        manifest = _typed(Manifest, {**content, "files": records})
     except (TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
     for name in manifest.files:
         if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
             raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not a file name")
     return manifest
+
+
+def _typed(cls: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass with values from JSON. Raises TypeError for a wrong type, and for a number below 0."""
+    made = cls(**values)
+    for name, hint in get_type_hints(cls).items():
+        value, kind = getattr(made, name), get_origin(hint) or hint
+        if type(value) is not kind or (kind is int and value < 0):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return made
 
 
 def read_pointer(root: Path) -> str | None:

@@ -355,7 +355,7 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
                 with files.opened(folder, name, record):
                     pass
             files.read_checked(folder, METADATA, manifest.files)  # `check_weights` reads its content
-            return json.loads(files.read_checked(folder, files.TRAINER, manifest.files))  # type: ignore[no-any-return]
+            return files.read_trainer(folder, manifest)
 
         return sync.on_rank0("read it", look)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import io
-import json
 import math
 import os
 import pickle
@@ -374,7 +373,7 @@ def load_checkpoint(
     generators: list[bytes] = []  # on rank 0, those of all ranks
 
     def read_small() -> dict[str, Any]:
-        trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, records))
+        trainer = files.read_trainer(folder, manifest)
         generators.extend(unpack(files.read_checked(folder, files.RANDOM_STATE, records)))
         if len(generators) != manifest.world_size:
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")

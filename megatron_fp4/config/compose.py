@@ -96,11 +96,14 @@ def config_from_saved(
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
         else:
             changes.append(_check_override(override, {}))
-    _refuse_resolvers(saved)
-    if not trusted:
-        given = {key for change in changes for key, _ in leaves({change.key_or_group: change.value()})}
-        saved = _without_environment(saved, given, opens_data)
-    keys: Any = _without_added(saved)
+    try:
+        _refuse_resolvers(saved)
+        if not trusted:
+            given = {key for change in changes for key, _ in leaves({change.key_or_group: change.value()})}
+            saved = _without_environment(saved, given, opens_data)
+        keys: Any = _without_added(saved)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"the checkpoint's configuration is none of this program ({error!r:.200})") from error
     if recipe is not None:
         keys = _with_precision("precision", recipe, keys, folders)
     return _completed(OmegaConf.create(keys), changes, folders)

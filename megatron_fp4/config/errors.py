@@ -103,6 +103,12 @@ def suggest(wrong: str, options: Sequence[str]) -> str:
     return (f"did you mean {close[0]}? There are " if close else "choose one of ") + ", ".join(options)
 
 
+def printable(text: str) -> str:
+    """A text that others may have written, for a terminal: control characters, which could move the cursor or hide
+    text, are spelled out."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
 def shown(value: Any) -> str:
     """A value on one line, as on the command line; items of a list that have a name are shown by it."""
     if isinstance(value, Mapping):

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.precision.plan import Plan
@@ -83,7 +84,7 @@ class RunConsole:
 
     def text(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        self._print(text)
+        self._print(printable(text))
 
     def event(self, step: int, text: str) -> None:
         """Print an event after `step` steps: a switch, a checkpoint, a signal."""
@@ -177,7 +178,7 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = (), left: int = 1) -> str:
     """A table in Markdown, with columns that are aligned on a terminal too, and notes below it. left: how many columns
     are aligned to the left; the others are aligned to the right."""
-    rows, below = list(rows), list(notes)
+    rows, below = [[printable(cell) for cell in row] for row in rows], list(map(printable, notes))
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_fp4.checkpoint.files import sync_folder
+from megatron_fp4.checkpoint.files import open_plain, sync_folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Bytes of a record; a longer line is read, and skipped, in parts.
+_LONGEST = 1 << 26
 METRICS_FILE, SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "metrics.jsonl", "summary.json", "loss.png", "report.html"
 TRANSCRIPT_FILE = "run.log"
 
@@ -162,10 +165,11 @@ def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[
     kind; None: all.
 
     Skips an unfinished last line, which a killed run leaves. Skips other lines that are no records with a warning.
+    Raises ValueError for a link or a pipe, OSError.
     """
     wrong: list[int] = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_plain(Path(path)) as raw, io.BufferedReader(raw) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
             record = _record(line)
             if record is not None and kind in (None, record["kind"]):
                 yield record

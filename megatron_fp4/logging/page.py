@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
-from megatron_fp4.checkpoint.files import list_checkpoints, step_of
+from megatron_fp4.checkpoint.files import list_checkpoints, step_of, well_formed
 from megatron_fp4.config.removed_keys import leaves
 from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
@@ -132,12 +132,13 @@ def write_report(
     defaults: Mapping[str, Any],
     baseline: str | Path | None = None,
     target: str | Path | None = None,
+    trusted: bool = False,
 ) -> Path:
     """Write the page about `runs` (folders, or `name=folder`) and return its path.
 
     defaults: the settings of a run without overrides, as in its config.yaml. baseline: the run that gaps are relative
-    to; by default, for a single run its `logging.baseline` (if that run still exists), for several runs the first.
-    target: by default `report.html` in the folder of a single run.
+    to; by default, for several runs the first, for a single run that is `trusted` its `logging.baseline` (if that run
+    still exists). target: by default `report.html` in the folder of a single run.
 
     Raises FileNotFoundError or ValueError for a folder without a run with steps, and OSError if the page cannot be
     written.
@@ -148,11 +149,15 @@ def write_report(
     base = None if baseline is None else open_run(baseline)
     if base is None and len(opened) == 1 and (configured := opened[0].setting("logging", "baseline")):
         try:
+            if not trusted:
+                raise ValueError(f"its logging.baseline={configured} is opened only if you give it as --baseline")
             base = open_run(configured)
         except (OSError, ValueError) as error:
             note = f"No baseline: {error}"
     path = opened[0].path / REPORT_FILE if target is None else Path(target)
-    replace_text(path, _page(opened, defaults, base, note))
+    with well_formed(" and ".join(str(run.path) for run in opened)):
+        page = _page(opened, defaults, base, note)
+    replace_text(path, page)
     return path
 
 
@@ -299,7 +304,7 @@ def _scores(run: RunFolder) -> list[Row]:
     """Rows of the files of `evaluate.py --json` in the run's folder: file, task, metric, the score of each model."""
     rows: list[Row] = []
     for path in sorted(run.path.glob("scores*.json")):
-        for result in read_mapping(path, json.loads).get("results") or []:
+        for result in read_mapping(path).get("results") or []:
             scores = ", ".join(
                 f"{name} {of['value']:.4f}" + (f" ± {of['stderr']:.4f}" if of.get("stderr") else "")
                 for name, of in result["scores"].items()

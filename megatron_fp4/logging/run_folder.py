@@ -6,10 +6,11 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_fp4.checkpoint.files import read_plain
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import METRICS_FILE, SUMMARY_FILE, iterate_records, records_of
@@ -139,8 +141,8 @@ def open_run(text: str | Path) -> RunFolder:
         name=name,
         path=path,
         records=records,
-        config=read_mapping(path / "config.yaml", yaml.safe_load),
-        state=read_mapping(path / "state.json", json.loads),
+        config=read_mapping(path / "config.yaml"),
+        state=read_mapping(path / "state.json"),
     )
 
 
@@ -165,7 +167,7 @@ def read_records(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def summarized_steps(run_dir: Path) -> int | None:
     """The number of steps in a run's summary; None if there is no complete summary."""
-    steps = read_mapping(run_dir / SUMMARY_FILE, json.loads).get("steps")
+    steps = read_mapping(run_dir / SUMMARY_FILE).get("steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -193,10 +195,23 @@ def check_baseline(config: Config) -> None:
             logger.warning("%s; this run continues, with no baseline in its pictures", why)
 
 
-def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The mapping in a file; empty if it cannot be read or has none."""
+class _WithoutAliases(yaml.SafeLoader):
+    """A run's files have no aliases, with which a few lines become gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The keys of a YAML or JSON file in a run's folder; empty if the file is missing, damaged or something else.
+    Raises ValueError for a link, a pipe, or a file of more than 16 MiB."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = read_plain(path, 16 << 20)
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+        found = json.loads(content) if path.suffix == ".json" else yaml.load(content, _WithoutAliases)
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -25,6 +25,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_fp4.config.checks import place_in_run
+from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
@@ -110,9 +111,9 @@ def error_line(error: BaseException, output: str | os.PathLike[str] | None = Non
     """
     remedy = next((text for text, codes in _REMEDIES.items() if getattr(error, "errno", None) in codes), None)
     if not isinstance(error, OSError) or remedy is None:
-        return " ".join(str(error).split())
+        return printable(" ".join(str(error).split()))
     path = error.filename2 or error.filename or output or "its output"
-    return f"{os.fsdecode(path)}: {error.strerror}; {remedy}"
+    return printable(f"{os.fsdecode(path)}: {error.strerror}; {remedy}")
 
 
 def run_command(
@@ -211,7 +212,7 @@ def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
             if ended():
                 os._exit(0)
             time.sleep(0.02)
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
     if path is not None:  # so that torchrun's report of failed workers shows the line instead of a traceback
         details = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

@@ -73,7 +73,10 @@ def exported(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     @functools.cache
     def folder(name: str, form: str, *more: str) -> Path:
         output = root / "_".join([name, form, *more])
-        assert convert.main(["export-hf", str(checkpoints[name]), str(output), "--format", form, *more]) == 0
+        assert (
+            convert.main(["export-hf", "--trust-config", str(checkpoints[name]), str(output), "--format", form, *more])
+            == 0
+        )
         return output
 
     return folder
@@ -88,7 +91,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     capsys.readouterr()
-    code = convert.main(["check", *(str(argument) for argument in arguments)])
+    code = convert.main(["check", "--trust-config", *(str(argument) for argument in arguments)])
     output = capsys.readouterr()
     return code, output.out + output.err
 
@@ -290,7 +293,7 @@ def _as_compressed_tensors(tensors: dict[str, Tensor], name: str) -> Tensor:
 def test_after_a_switch_the_plan_before_it_can_be_exported(checkpoints, tmp_path, capsys):
     after_1, after_2 = (checkpoints["hybrid"].with_name(f"step_0000000{step}") for step in (1, 2))
     before, out = ["--plan", "before"], tmp_path / "out"
-    assert convert.main(["export-hf", str(after_2), str(out), "--format", "nvfp4", *before]) == 0
+    assert convert.main(["export-hf", "--trust-config", str(after_2), str(out), "--format", "nvfp4", *before]) == 0
     code, table = compared(capsys, out, after_2, *before)
     assert code == 0, table
     card = (out / "README.md").read_text()

@@ -202,6 +202,8 @@ def next_steps(config: Config) -> list[str]:
     """Commands to run after a finished run, as one types them in the current folder."""
     run_dir = Path(config.run.dir)
     run, exported = (shlex.quote(text) for text in (str(run_dir), os.path.join("exported", run_dir.resolve().name)))
+    if config.data.tokenizer or config.data.cache_dir:
+        run = f"--trust-config {run}"  # commands do not open the paths that a configuration names, except with it
     commands = [("convert", f"export-hf {run} {exported}")]
     if config.data.kind == "builtin" or config.data.tokenizer is not None:
         prompt = shlex.quote((config.validation.prompts or ["Once"])[0])
@@ -213,7 +215,7 @@ def next_steps(config: Config) -> list[str]:
     ]
     if others:
         other = str(others[0]) if run_dir.is_absolute() else os.path.relpath(others[0])
-        commands.append(("compare", f"runs {shlex.quote(other)} {run}"))
+        commands.append(("compare", f"runs {shlex.quote(other)} {shlex.quote(str(run_dir))}"))
     return [as_typed(name, arguments) for name, arguments in commands]
 
 
@@ -283,7 +285,8 @@ def report(trainer: Trainer, configs: Path) -> None:
     def write() -> Path:
         from megatron_fp4.logging.page import write_report  # imports matplotlib, so that no start waits for it
 
-        return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], configs))))
+        defaults = yaml.safe_load(to_yaml(compose_config([], configs)))
+        return write_report([config.run.dir], defaults=defaults, trusted=True)
 
     if attempt(str(path), write) is not None:
         trainer.log.console.text(f"all of it on one page: {path}")
