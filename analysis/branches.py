@@ -34,7 +34,7 @@ from analysis.price import RecipeCost
 from analysis.statistics import Estimate, block_estimate, estimates
 from data import provider as data
 from data.storage import default_cache_dir
-from megatron_fp4.checkpoint.files import MANIFEST, read_manifest, read_trainer
+from megatron_fp4.checkpoint.files import MANIFEST, TRAINER, read_manifest, read_trainer, well_formed
 from megatron_fp4.checkpoint.find import check_resumable
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved, config_from_saved, group_options
@@ -236,8 +236,10 @@ def recipes_from(
     manifest = read_manifest(checkpoint)
     trainer = read_trainer(checkpoint, manifest)
     check_resumable(checkpoint, manifest)
-    before = config_from_saved(trainer["config"], [], configs, opens_data=False).precision
-    if (switched := trainer["switch"]["switched_at"]) is not None:
+    with well_formed(checkpoint / TRAINER):
+        saved, switched = trainer["config"], trainer["switch"]["switched_at"]
+        before = config_from_saved(saved, [], configs, opens_data=False).precision
+    if switched is not None:
         raise ConfigError(
             f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}), so every recipe "
             "would train in the target of the switch; take an earlier checkpoint"
@@ -252,7 +254,7 @@ def recipes_from(
     recipes: dict[str, Config] = {}
     for name, overrides in named.items():
         try:
-            config = config_from_saved(trainer["config"], [*same, *shared, *overrides], configs, trusted=trusted)
+            config = config_from_saved(saved, [*same, *shared, *overrides], configs, trusted=trusted)
             config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
             _check(config, manifest.step, steps, recipes.get(BASE))
         except ConfigError as error:

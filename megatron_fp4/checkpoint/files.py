@@ -116,7 +116,8 @@ class Origin:
     @staticmethod
     def of(trainer: Mapping[str, Any], key: str = "origin") -> Origin | None:
         """The origin in a checkpoint's trainer state. key: `origin`, or `initialized_from`."""
-        return Origin(**trainer[key]) if trainer.get(key) else None
+        with well_formed(f"the {key} of a checkpoint"):
+            return _typed(Origin, trainer[key]) if trainer.get(key) else None
 
     def is_in(self, folder: Path) -> bool:
         """Whether the checkpoint in `folder` is this one, or has the same bits."""

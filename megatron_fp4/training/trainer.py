@@ -27,7 +27,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_fp4.checkpoint.config_diff import run_identity
-from megatron_fp4.checkpoint.files import origin_state
+from megatron_fp4.checkpoint.files import origin_state, well_formed
 from megatron_fp4.checkpoint.find import Resumed, check_resume, refuse_to_overwrite
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
@@ -368,7 +368,8 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any], start: int) -> None:
         """Resume after `start` steps from the `state_dict` of a checkpoint. Raises ConfigError if the checkpoint is of
         other data, after a precision switch that this run does not have, or of a run with a removed feature."""
-        with configuration_errors(f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "):
+        where = f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "
+        with configuration_errors(where), well_formed("its trainer.json"):
             refuse_removed(state.get("config", {}))
             self.data.loader.load_state_dict(state["loader"])
             for callback in self.callbacks:

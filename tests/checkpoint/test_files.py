@@ -30,6 +30,10 @@ def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
         (lambda path: path.write_text(path.read_text().replace("200", "300")), "has changed"),
         (lambda path: rewrite(path.parent, format=None), "does not describe a checkpoint: .*format"),
         (lambda path: rewrite(path.parent, save_index="7"), "does not describe a checkpoint: .*save_index"),
+        (lambda path: rewrite(path.parent, world_size=-1), "does not describe a checkpoint: world_size is -1"),
+        (lambda path: rewrite(path.parent, identity=[]), "does not describe a checkpoint: identity is"),
+        (lambda path: rewrite(path.parent, weights_only="no"), "does not describe a checkpoint: weights_only is 'no'"),
+        (lambda path: rewrite(path.parent, files={"a": {"size": "9", "sha256": ""}}), "size is '9'"),
         (lambda path: rewrite(path.parent, format=99), "format 99"),
     ],
 )

@@ -9,12 +9,14 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.tokenizer import train_tokenizer
+from megatron_fp4.checkpoint import files
 from megatron_fp4.parallel.mesh import ParallelMesh
 from scripts import convert
 from tests.distributed.one_rank import flip_a_bit
@@ -46,6 +48,40 @@ def shard_outside(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def linked(name: str) -> Change:
+    """Put a link to a file that is not the folder's."""
+
+    def change(folder: Path) -> None:
+        (folder.parent / "private").write_text('{"secret": 1}')
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder.parent / "private")
+
+    return change
+
+
+def pipe(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def naming_a_path(folder: Path) -> None:
+    """Let the checkpoint be of a run whose configuration names the folder of a tokenizer."""
+    manifest = files.read_manifest(folder)
+    trainer = files.read_trainer(folder, manifest)
+    trainer["config"]["data"]["tokenizer"] = str(folder.with_name("other"))
+    records = {**manifest.files, files.TRAINER: files.write_file(folder / files.TRAINER, json.dumps(trainer))}
+    files.write_manifest(folder, replace(manifest, weights_only=False, files=records))
+
+
+def wrong_types(folder: Path) -> None:
+    manifest = files.read_manifest(folder)
+    record = files.write_file(folder / files.TRAINER, json.dumps({"config": {"precision": 3}}))
+    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
+
+
 # (command, change of a copy of a valid folder, arguments, words of the line). In arguments, {it} is that folder, {out}
 # the output, {tmp} the test's folder.
 PLAIN, OTHER = "{it} {out}", "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
@@ -60,6 +96,16 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("import-hf", lambda folder: next(folder.glob(FIRST)).unlink(), PLAIN, "is missing, which"),
     ("import-hf", cut(FIRST), PLAIN, "is not readable"),
     ("import-hf", shard_outside, PLAIN, "which is not a file in the same folder"),
+    ("import-hf", linked("chat_template.jinja"), PLAIN, "chat_template.jinja is a link, a pipe or a device"),
+    ("import-hf", linked("special_tokens_map.json"), PLAIN, "special_tokens_map.json is a link"),
+    *(("import-hf", pipe(name), PLAIN, f"{name} is a link, a pipe") for name in ("config.json", "tokenizer.json")),
+    ("import-hf", lambda f: pipe(next(f.glob(FIRST)).name)(f), PLAIN, ".safetensors is a link, a pipe"),
+    ("export-hf", linked("tokenizer_config.json"), PLAIN, "manifest.json does not name tokenizer_config.json"),
+    ("export-hf", linked("trainer.json"), PLAIN, "trainer.json is not a plain file"),
+    ("export-hf", pipe("manifest.json"), PLAIN, "manifest.json is not a plain file"),
+    ("export-hf", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
+    ("export-megatron", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
+    ("export-hf", wrong_types, PLAIN, "the checkpoint's configuration is none of this program"),
     ("import-hf", lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), PLAIN, "320 ids and the model"),
 ]
 
@@ -86,7 +132,8 @@ def state(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else "folder"
-        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else kind
+        plain = path.is_file() and not path.is_symlink()
+        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if plain else kind
     return found
 
 
@@ -110,7 +157,7 @@ def mine(good: Path, tmp_path: Path) -> Path:
 def test_wrong_input_is_refused_in_one_line(
     command: str, change: Change, arguments: str, words: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it = mine / ("checkpoint" if command == "export-hf" else "folder")
+    it = mine / ("folder" if command == "import-hf" else "checkpoint")
     change(it)
     refused(command, arguments, words, it, capsys)
 

@@ -177,9 +177,22 @@ def remove_a_weight(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def bring_code(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(f"open({str(folder.with_name('ran'))!r}, 'w')\nclass Own: ...\n")
+
+
+def link_a_file(folder: Path) -> None:
+    (folder / "chat_template.jinja").symlink_to("/etc/hostname")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("{code} --tasks fox_text", "cannot be loaded by transformers: .*custom code"),
+        ("{link} --tasks fox_text", "chat_template.jinja is a link, a pipe or a device"),
         ("{folder} --tasks fox_chioce", "there is no task 'fox_chioce'; did you mean fox_choice"),
         ("{folder} --tasks fox_text --num-fewshot 2", "task fox_text takes no examples"),
         ("{folder} {folder} --tasks fox_text", "two models have the name hybrid; name them"),
@@ -208,12 +221,14 @@ def test_wrong_input_gives_one_line(
     # Without lm-eval's own tasks, which are thousands of files.
     monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))
     places = {"folder": folders["hybrid"], "checkpoint": checkpoints["hybrid"].folder}
-    for name, damage in (("layout", use_another_layout), ("part", remove_a_weight)):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # the answer to "Do you wish to run the custom code?"
+    changes = {"layout": use_another_layout, "part": remove_a_weight, "code": bring_code, "link": link_a_file}
+    for name, damage in changes.items():
         if f"{{{name}}}" in arguments:
             places[name] = folder_of(tmp_path / name, checkpoints["transformer"])
             damage(places[name])
     assert evaluate.main([*arguments.format(**places).split(), "--include-path", str(task_files)]) == 2
-    assert re.search(message, error_line(capsys, "evaluate.py"))
+    assert re.search(message, error_line(capsys, "evaluate.py")) and not (tmp_path / "ran").exists()
 
 
 STATISTICS = {

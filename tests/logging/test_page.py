@@ -7,8 +7,10 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,12 +20,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import Config, ConfigError, LoggingConfig, RunConfig
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import QUANTITIES, measured, plot_loss, smooth, validation_gaps
 from megatron_fp4.logging.run_folder import check_baseline, named_run, open_run
 from megatron_fp4.training.callbacks.reporting import next_steps
-from scripts import compare
+from scripts import compare, report
 from tests.programs import ROOT
 
 DEFAULTS = {"train": {"steps": 300, "lr": 0.1}, "new": {"a": 1}}
@@ -230,3 +233,32 @@ def test_commands_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert compare.parse(commands[2][2:]).command == "runs"
     own = replace(config, data=replace(config.data, kind="indexed"))
     assert shlex.split(next_steps(own)[0])[2] == "export-hf"  # without a tokenizer nothing can be generated
+
+
+def test_a_strangers_folder_takes_nothing_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No link is followed, no path in the configuration is opened, no alias is expanded, no pipe waited for."""
+    other, run = write_run(tmp_path / "other"), write_run(tmp_path / "run")
+    (tmp_path / "private.yaml").write_text("token: canary-1234\n")
+    config = run / "config.yaml"
+    config.unlink()
+    config.symlink_to(tmp_path / "private.yaml")
+    assert report.main([str(run)]) == 2 and not (run / "report.html").exists()
+    assert "config.yaml is a link, a pipe or a device, not a plain file" in capsys.readouterr().err
+    config.unlink()
+    lines = ["a0: &a0 x", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+    config.write_text("\n".join(lines) + f"\nlogging: {{baseline: {other}}}\n")
+    began = time.monotonic()
+    assert report.main([str(run)]) == 0 and time.monotonic() - began < 60
+    config.write_text(f"logging: {{baseline: {other}}}\n")
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "is opened only if you give it as --baseline" in page and "loss above" not in page
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert report.main([str(run)]) == 2 and "metrics.jsonl is a link, a pipe" in capsys.readouterr().err
+
+
+def test_control_characters_of_strangers_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("a\x1b[2J\r\nb\u202e\tc") == "a\\x1b[2J\\r\nb\\u202e\tc"
+    assert report.main([str(tmp_path / "\x1b]0;title\x07")]) == 2
+    assert "\x1b" not in (line := capsys.readouterr().err) and "\\x1b]0;title\\x07" in line
