@@ -17,7 +17,15 @@ Exit code: 0; 2 for wrong arguments or runs that cannot be compared; 4 for kerne
 from __future__ import annotations
 
 if __name__ == "__main__":
+    import os
+    import sys
+
     import _command  # noqa: F401
+
+    for option, folder in zip(sys.argv, sys.argv[1:], strict=False):  # before torch is imported, which takes seconds
+        if option == "--checkpoint" and not os.path.isdir(folder):
+            print(f"price.py: --checkpoint {folder} is not a folder; give a checkpoint of a BF16 run", file=sys.stderr)
+            sys.exit(2)
 
 import argparse
 import sys
@@ -77,6 +85,11 @@ def price(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_place(options.output)
     checkpoints = [checkpoint_in(folder) for folder in options.checkpoint]
+    if len({checkpoint.resolve() for checkpoint in checkpoints}) < len(checkpoints):
+        raise ValueError("--checkpoint: one is given twice, which is one start; give each once")
+    runs = [checkpoint.resolve().parent for checkpoint in checkpoints]
+    if run := next((run for run in runs if run.name == "checkpoints" and runs.count(run) > 1), None):
+        raise ValueError(f"--checkpoint: two are of one run, {run.parent}, and are one start; give other runs' too")
     recipes = [recipes_from(options.recipes, of, options.steps, CONFIGS, options.trust_config) for of in checkpoints]
     _check_starts(checkpoints, [of[BASE] for of in recipes])
     config = recipes[0][BASE]
@@ -139,11 +152,9 @@ def _parameters(config: Config) -> int:
 
 
 def _check_starts(checkpoints: Sequence[Path], configs: Sequence[Config]) -> None:
-    """Raise ValueError if one checkpoint is given twice, or if their runs differ in more than the seed."""
+    """Raise ValueError if the runs of the checkpoints differ in more than the seed."""
     from analysis.runs import differences, settings_of
 
-    if len({checkpoint.resolve() for checkpoint in checkpoints}) < len(checkpoints):
-        raise ValueError("--checkpoint: one is given twice, which is one start; give each once")
     settings = [settings_of(as_saved(config)) for config in configs]
     for checkpoint, of in zip(checkpoints, settings, strict=True):
         if unlike := [key for key in differences(of, settings[0]) if not key.startswith("data.seed")]:

@@ -155,7 +155,11 @@ ON_GPUS = [
     (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
-    (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "model.ffn_dim=1152 / parallel.tensor=2"),
+    (
+        ["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"],
+        2,
+        "not a multiple of parallel.tensor=2 x 128 = 256",
+    ),
     (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use train.sequence_length=64"),
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 or 1024, or change one"),
     (["parallel.reproducible=true", "run.deterministic=false"], 2, "set run.deterministic=true"),

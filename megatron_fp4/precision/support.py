@@ -222,9 +222,9 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
         shared = tensor > 1 and not linear.input_sharded and linear.groups == 1
         if row.recipe.dgrad.rht and shared and linear.out_features % multiple:
             raise ConfigError(
-                f"{linear.out_features} output features of {linear.title} / parallel.tensor={tensor} are not a "
-                f"multiple of {multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} requires; use one, fewer "
-                "ranks, or a smaller transform"
+                f"{linear.out_features} output features of {linear.title} are not a multiple of "
+                f"parallel.tensor={tensor} x {multiple // tensor} = {multiple}, as {row.key}.dgrad.rht="
+                f"{row.recipe.dgrad.rht} requires; use one, fewer ranks, or a smaller transform"
             )
     if backend == "transformer_engine" and (problem := _size_problem(plan, tensor, te.alignment)):
         raise ConfigError(f"{problem}, as precision.backend={backend} requires; use one, or precision.backend=emulated")
@@ -234,11 +234,11 @@ def _size_problem(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignme
     """The first quantized linear whose input features on a rank are not the multiple, in words; empty if none."""
     for row in plan.rows:
         linear, ranks = row.linear, tensor if row.linear.input_sharded else 1
-        multiple = ranks * alignment(row.recipe).inputs
-        if row.recipe.quantized and linear.in_features % multiple:
-            each = f" / parallel.tensor={ranks}" if ranks > 1 else ""
-            given = f"{linear.input_key}={linear.in_features}{each}, the input of {linear.title},"
-            return f"{given} is not a multiple of {multiple}"
+        inputs = alignment(row.recipe).inputs
+        if row.recipe.quantized and linear.in_features % (ranks * inputs):
+            given = f"{linear.input_key}={linear.in_features}, the input of {linear.title},"
+            of_ranks = f"parallel.tensor={ranks} x {inputs} = " if ranks > 1 else ""
+            return f"{given} is not a multiple of {of_ranks}{ranks * inputs}"
     return ""
 
 

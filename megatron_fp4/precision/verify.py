@@ -585,7 +585,7 @@ class _FairRounding:
                 bias = float(mean[inside].mean())
                 noise = 6 * float(variance[inside].sum() / _NUM_DRAWS) ** 0.5 / int(inside.sum())
                 if not abs(bias) <= limit + noise:
-                    return f"rounds up too often by {bias:+.4f}{where}"
+                    return f"rounds up too {'often' if bias > 0 else 'rarely'} by {abs(bias):.4f}{where}"
         # The variance of the sum of independent draws is the sum of their variances.
         share = float(total.square().sum() / (_NUM_DRAWS * self.variance.sum()))
         if not abs(share - 1) <= _VARIANCE + 6 * (2 / mean.numel()) ** 0.5:

@@ -7,6 +7,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import pretrain
 from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
+from megatron_fp4.checkpoint import files
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.training import build, trainer
 from megatron_fp4.training.step import StepResult
@@ -170,6 +172,12 @@ def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
         assert "of the run;" not in capsys.readouterr().out
 
 
+def rewrite_trainer(folder: Path, trainer: dict[str, Any]) -> None:
+    manifest = files.read_manifest(folder)
+    record = files.write_file(folder / files.TRAINER, json.dumps(trainer))
+    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
+
+
 def test_wrong_input_gives_one_line_before_anything_is_trained(
     trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,13 +185,12 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
     checkpoint = run_dir / "checkpoints" / "step_00000003"
     switched = shutil.copytree(checkpoint, tmp_path / "switched")
     trainer = json.loads((switched / "trainer.json").read_text())
-    trainer["switch"]["switched_at"] = 2
-    (switched / "trainer.json").write_text(json.dumps(trainer))
+    rewrite_trainer(switched, trainer | {"switch": trainer["switch"] | {"switched_at": 2}})
     (tmp_path / "other.json").write_text("[]")
-    shutil.copytree(checkpoint, tmp_path / "longer")
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    longer = shutil.copytree(checkpoint, tmp_path / "longer")
     trainer["config"]["train"]["steps"] = 7
-    (tmp_path / "longer" / "trainer.json").write_text(json.dumps(trainer))
+    rewrite_trainer(longer, trainer)
+    rewrite_trainer(shutil.copytree(checkpoint, tmp_path / "wrong"), {"config": {"model": 3}, "switch": []})
     with mock.patch.object(branches, "train", side_effect=AssertionError("trained")):
         for folder, arguments, expected in (
             (tmp_path / "none", ["nvfp4"], "is not a folder"),
@@ -204,7 +211,9 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
             (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "name a GPU with FP4 tensor cores: b200"),
             (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
             (checkpoint, ["nvfp4", *steps, "--checkpoint", checkpoint], "one is given twice"),
-            (checkpoint, ["nvfp4", *steps, "--checkpoint", tmp_path / "longer"], "train.steps (7, not 6)"),
+            (checkpoint, ["nvfp4", *steps, "--checkpoint", longer], "train.steps (7, not 6)"),
+            (checkpoint, ["nvfp4", *steps, "--checkpoint", checkpoint.with_name("step_00000006")], "two are of one"),
+            (tmp_path / "wrong", ["nvfp4", *steps], "trainer.json does not have what this program writes"),
         ):
             assert price_main(folder, *arguments) == 2, arguments
             assert expected in error_line(capsys, "price.py")

@@ -15,7 +15,7 @@ import torch
 from data import provider
 from data.indexed import IndexedDataset
 from data.loader import MicroBatchLoader
-from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices
+from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices, dataset_indices
 from data.schedule import Phase
 from megatron_fp4.config.schema import Config, MegatronConfig
 from tests.composing import composed
@@ -76,6 +76,14 @@ def test_indices_and_samples_are_those_of_megatron(case: Case, tmp_path: Path) -
     for name in ("dataset_index", "dataset_sample_index") if layout.folder else ():
         assert digest(array(layout.folder, name)) == golden[name]
     assert digest(np.array(samples_of(run))) == golden["samples"]
+
+
+def test_the_last_epoch_is_shuffled_apart_if_less_than_80_percent_of_it_is_used() -> None:
+    """An epoch has 10 samples. Of 18 samples the last epoch has 8, which is 80%."""
+    lengths = np.full(7, 23, dtype=np.int32)
+    for num_samples, apart in ((17, True), (18, False)):
+        documents = dataset_indices(lengths, (0, 7), num_samples, 16, seed=1)["document_index"]
+        assert len(documents) == 14 and (sorted(documents[:7]) == [*range(7)]) == apart
 
 
 def test_a_wrong_guess_of_where_a_stretch_begins_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:

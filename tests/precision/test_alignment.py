@@ -258,6 +258,6 @@ def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> Non
     shape = LinearShape("blocks.0.mixer.up_proj", 0, 512, 640, "-", "model.hidden_dim", False, "FFN blocks' up_proj")
     for fits, tensor in ((shape, 1), (shape, 5), (replace(shape, groups=10), 2), (replace(shape, out_features=768), 2)):
         check_sizes(build_plan([fits], ref.QUARTET2, Bf16BlocksConfig(), 1), tensor, "emulated")
-    message = "640 output features of FFN blocks' up_proj / parallel.tensor=2 are not a multiple of 256"
+    message = "640 output features of FFN blocks' up_proj are not a multiple of parallel.tensor=2 x 128 = 256"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_sizes(build_plan([shape], ref.QUARTET2, Bf16BlocksConfig(), 1), 2, "emulated")

@@ -33,12 +33,13 @@ def test_biases_and_1d_parameters_are_not_decayed() -> None:
     }  # fmt: skip
 
 
-def test_moments_that_exist_from_the_start_change_nothing() -> None:
+def test_updates_are_those_of_torch_with_the_settings_of_the_configuration() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours, OptimizerConfig(lr=0.1, weight_decay=0.0))
-    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
+    config = OptimizerConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=0.01, weight_decay=0.0)  # none of them a default
+    optimizer = build_optimizer(ours, config)
+    settings = {"lr": 0.1, "betas": (0.8, 0.7), "eps": 0.01, "weight_decay": 0.0, "fused": True}
     reference = torch.optim.AdamW(theirs.parameters(), **settings)  # type: ignore[arg-type]
     for _ in range(3):
         x = torch.randn(7, 5)
