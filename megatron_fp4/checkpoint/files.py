@@ -42,6 +42,7 @@ MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng
 T = TypeVar("T")
 # Larger files are read in pieces only. The metadata of a thousand ranks has 100 MB.
 _MOST_BYTES = 1 << 30
+_OF_CACHE = re.compile(r"(\.\./){2,4}blobs/[0-9a-f]{40,64}")
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
@@ -189,12 +190,15 @@ def checkpoint_in(folder: Path) -> Path:
 def open_plain(path: Path) -> io.FileIO:
     """Open a file of a checkpoint, run or model to read it: what others wrote is opened only here.
 
-    Raises ValueError if it is no plain file, because a link may lead anywhere and a pipe never ends; OSError.
+    Raises ValueError if it is no plain file, because a link may lead anywhere and a pipe never ends; OSError. Links of
+    Hugging Face's cache, which lead to a file of the same model, are followed.
     """
     refusal = f"{path} is a link, a pipe or a device, not a plain file; `cp -rL` copies the files that you trust"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno == errno.ELOOP and _OF_CACHE.fullmatch(target := os.readlink(path)):
+            return open_plain(path.parent / target)
         if error.errno in (errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
             raise ValueError(refusal) from error
         raise

@@ -155,6 +155,12 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
     assert "these have 3" in printed.err
 
 
+def rewrite_trainer(folder: Path, trainer: dict[str, Any]) -> None:
+    manifest = files.read_manifest(folder)
+    record = files.write_file(folder / files.TRAINER, json.dumps(trainer))
+    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
+
+
 def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
     trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,18 +170,12 @@ def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
     shaped = as_saved(config_from_saved(trainer["config"], overrides, CONFIGS, trusted=True))
     with mock.patch.object(branches, "train", lambda *_: Branch([5.0, 4.0], [0.1, 0.1])):
         for config, said in ((trainer["config"], False), (shaped, True)):
-            (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": config}))
+            rewrite_trainer(checkpoint, {**trainer, "config": config})
             assert price_main(checkpoint, "nvfp4", "--steps", 2) == 0
             printed = capsys.readouterr().out
             assert ("its run trains in mxfp8" in printed) == said and "after 50% of the run" in printed
         assert price_main(checkpoint, "nvfp4", "train.steps=15", "--steps", 2) == 0
         assert "of the run;" not in capsys.readouterr().out
-
-
-def rewrite_trainer(folder: Path, trainer: dict[str, Any]) -> None:
-    manifest = files.read_manifest(folder)
-    record = files.write_file(folder / files.TRAINER, json.dumps(trainer))
-    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
 
 
 def test_wrong_input_gives_one_line_before_anything_is_trained(

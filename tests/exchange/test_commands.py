@@ -162,6 +162,17 @@ def test_wrong_input_is_refused_in_one_line(
     refused(command, arguments, words, it, capsys)
 
 
+def test_the_links_of_hugging_faces_cache_are_followed(mine: Path) -> None:
+    """snapshots/COMMIT/NAME leads to blobs/HASH of the same model."""
+    snapshot = mine / "snapshots" / ("1" * 40)
+    (mine / "blobs").mkdir()
+    shutil.copytree(mine / "folder", snapshot)
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(mine / "blobs" / f"{number:040x}")
+        path.symlink_to(f"../../blobs/{number:040x}")
+    assert convert.main(["import-hf", str(snapshot), str(mine / "out")]) == 0
+
+
 def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files has the effect of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
