@@ -1,4 +1,5 @@
-"""Find out whether 4 bits pay for your model: the cost of recipes in tokens and time, from checkpoints of a BF16 run.
+"""Find out whether 4 bits pay for your model: the cost of recipes in tokens and time, from checkpoints of a BF16 run
+or from losses that others published.
 
     python scripts/price.py --checkpoint runs/bf16/checkpoints/step_00000600 nvfp4 nvfp4_best mxfp8 --gpu b200
         trains sixty steps of BF16 and of each recipe from there; prints the gaps, the tokens that each recipe needs to
@@ -8,6 +9,8 @@
         the same from two checkpoints; saves the branches, so that the same command trains only those that are missing
     python scripts/price.py --checkpoint ... --gpu b200 nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
         a recipe is the name of a precision config or NAME=OVERRIDES; KEY=VALUE is for all of them
+    python scripts/price.py --public docs/records/public_8b.csv nvfp4 mxfp8 --gpu b200 --model nemotron_h_8b
+        trains nothing: prices the losses of a table (analysis/public.py says its form); recipes have planned times
 
 A branch trains bit for bit like `pretrain.py checkpoint.resume=CHECKPOINT`, on the next tokens of the run. The
 precision switches only if a recipe says so. Nothing is written to the run's folder. The command can run under torchrun.
@@ -54,13 +57,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("recipes", nargs="*", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
-    add(
-        "--checkpoint",
-        type=Path,
-        action="append",
-        required=True,
-        help="of a BF16 run, best after a fifth of it; may be repeated",
-    )
+    add("--checkpoint", type=Path, action="append", help="of a BF16 run, best after a fifth of it; may be repeated")
+    add("--public", type=Path, metavar="TABLE", help="CSV of losses by length and recipe instead of a checkpoint")
     add("--steps", type=int, default=60, help="of each branch (default 60); the first sixth, at most 10, are ignored")
     add("--output", type=Path, help="JSON file to save the branches in (default: none)")
     add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
@@ -68,8 +66,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--model", help="plan the time for this model config with the same sequences (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     options = parser.parse_intermixed_args(arguments)
+    if bool(options.checkpoint) == bool(options.public):
+        parser.error("give --checkpoint or --public")
     if options.model and not options.gpu:
         parser.error("--model plans a time and needs --gpu")
+    if options.public and bool(options.gpu and options.model) != bool(options.recipes):
+        parser.error("--public: for planned times give --gpu, --model and recipes")
+    if options.public and (options.curve or options.output):
+        parser.error("--public trains nothing and has its own curves: leave --curve and --output out")
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: give 14 or more, so that there is an interval")
     return options
@@ -132,6 +136,14 @@ def price(options: argparse.Namespace) -> None:
     print(f"\n{price_table(found, curve, tokens, times, doubts)}")
 
 
+def price_public(options: argparse.Namespace) -> None:
+    """Print the prices of the table `--public`."""
+    from analysis.public import public_table
+
+    times = _planned(options, {}) if options.gpu else {}
+    print(public_table(options.public, times, f", planned for {options.model} on {options.gpu}"))
+
+
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
     """By recipe, the planned time per token on `--gpu` over BF16's, for `--model` or the checkpoint's model."""
     from analysis.branches import named_recipes
@@ -139,8 +151,8 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict
 
     if options.model:
         shared, named = named_recipes(options.recipes, CONFIGS)
-        length = next(iter(recipes.values())).train.sequence_length
-        common = [f"model={options.model}", f"train.sequence_length={length}", "precision.switch.when=never", *shared]
+        length = [f"train.sequence_length={of.train.sequence_length}" for of in recipes.values()][:1]
+        common = [f"model={options.model}", *length, "precision.switch.when=never", *shared]
         recipes = {name: compose_config([*common, *of], CONFIGS) for name, of in named.items()}
     return planned_times(options.gpu, recipes)
 
@@ -165,7 +177,10 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
     try:
-        price(options)
+        if options.public:
+            price_public(options)
+        else:
+            price(options)
         return ExitCode.FINISHED
     except (ValueError, OSError, ImportError, CheckpointError, SelfTestError) as error:
         if not place_in_run().rank:
