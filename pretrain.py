@@ -44,7 +44,7 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.runtime.errors import ExitCode, exit_code_of, run_program
+from megatron_fp4.runtime.errors import ExitCode, PrintableRecords, exit_code_of, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run, written_folders
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
@@ -129,7 +129,9 @@ def only_run(
     progress.at(0, "process group")
     record_collectives(run_dir)
     mesh = join_ranks(config, models)
-    logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableRecords("%(message)s"))
     progress.at(0, "lock")
     with (
         sole_run(run_dir, lambda: signals.requested, written_folders(config)),

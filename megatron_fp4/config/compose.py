@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import ValidationError
 
-from megatron_fp4.config.errors import explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
+from megatron_fp4.config.errors import LOOKED_UP, explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import WITH, ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
@@ -382,6 +382,14 @@ def _without_added(keys: Mapping[str, Any]) -> dict[str, Any]:
 # `${oc.env:SCRATCH}/corpus`, and whoever reads the configuration resolves them again.
 
 
+def _environment_value(key: str, *default: Any) -> Any:
+    LOOKED_UP.add(key)
+    return oc.env(key, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
+
+
 def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
     """Key (`data.phases[0].fraction`) -> text, for every value that depends on an environment variable, directly or
     through other keys.
@@ -393,7 +401,7 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
 
     def env(key: str, *default: Any) -> Any:
         asked.append(key)
-        return oc.env(key, *default)
+        return _environment_value(key, *default)
 
     def walk(node: Any, key: str) -> None:
         if isinstance(node, dict):
@@ -415,7 +423,7 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
     try:
         walk(OmegaConf.to_container(composed), "")
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
     return texts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,10 +104,22 @@ def suggest(wrong: str, options: Sequence[str]) -> str:
     return (f"did you mean {close[0]}? There are " if close else "choose one of ") + ", ".join(options)
 
 
+LOOKED_UP: set[str] = set()
+"""The environment variables that a configuration of this process has looked up."""
+
+
+def hidden(text: str) -> str:
+    """A text for a person or a file, in which a value from the environment, such as the token in a URL, is shown as the
+    configuration has it: `${oc.env:TOKEN}`. Absolute paths, and values of fewer than four characters, stay."""
+    values = {value: name for name in LOOKED_UP if len(value := os.environ.get(name, "")) > 3 and value[0] != "/"}
+    for value in sorted(values, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, f"${{oc.env:{values[value]}}}")
+    return text
+
+
 def printable(text: str) -> str:
-    """A text that others may have written, for a terminal: control characters, which could move the cursor or hide
-    text, are spelled out."""
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+    """`hidden`, for a terminal: control characters, which could move the cursor or hide text, are spelled out."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in hidden(text))
 
 
 def shown(value: Any) -> str:

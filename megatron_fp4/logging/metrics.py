@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.config.compose import as_saved
+from megatron_fp4.config.errors import hidden
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.files import (
     METRICS_FILE,
@@ -231,7 +232,7 @@ def finite(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
+    return hidden(json.dumps(finite(value), allow_nan=False, ensure_ascii=False))
 
 
 class View:

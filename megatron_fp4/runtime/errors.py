@@ -11,6 +11,7 @@ import contextlib
 import errno
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_fp4.config.checks import place_in_run
-from megatron_fp4.config.errors import printable
+from megatron_fp4.config.errors import hidden, printable
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
@@ -148,9 +149,10 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     except BaseException as error:
         _print_traceback(error)
         if notes := getattr(error, "__notes__", None):
-            print("\n".join(notes), file=sys.stderr, flush=True)
+            print(hidden("\n".join(notes)), file=sys.stderr, flush=True)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for torchrun's report of failed workers
-            get_error_handler().record_exception(error)
+            shown = hidden(str(error))
+            get_error_handler().record_exception(error if shown == str(error) else RuntimeError(shown))
         end_process(ExitCode.CRASHED)
     leaving = threading.Thread(target=leave_distributed, name="leaving", daemon=True)
     leaving.start()
@@ -172,6 +174,13 @@ def code_for_launcher(code: int) -> int:
     return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
 
 
+class PrintableRecords(logging.Formatter):
+    """The message of a log record, as `printable`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 @contextlib.contextmanager
 def printed_at_once() -> Iterator[None]:
     """A context that prints the traceback of an unexpected exception at once, before outer contexts close: these, such
@@ -186,7 +195,7 @@ def printed_at_once() -> Iterator[None]:
 
 def _print_traceback(error: BaseException) -> None:
     if not getattr(error, "_printed", False):
-        traceback.print_exception(error)
+        sys.stderr.write(hidden("".join(traceback.format_exception(error))))
         sys.stderr.flush()
         error._printed = True  # type: ignore[attr-defined]
 
@@ -212,7 +221,8 @@ def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
             if ended():
                 os._exit(0)
             time.sleep(0.02)
-    print(printable(line), file=sys.stderr, flush=True)
+    line = printable(line)
+    print(line, file=sys.stderr, flush=True)
     if path is not None:  # so that torchrun's report of failed workers shows the line instead of a traceback
         details = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

@@ -47,6 +47,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_fp4.config.errors import hidden
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.precision import messages
 from megatron_fp4.runtime.errors import ExitCode
@@ -230,7 +231,7 @@ class _Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end.set()
-        self._error = f"{type(error).__name__}: {error}"[:400] if error is not None else ""
+        self._error = hidden(f"{type(error).__name__}: {error}")[:400] if error is not None else ""
         self._write()
         of_others = isinstance(error, RuntimeError) and _OF_OTHERS.search(str(error))
         speaks = self._world_size > 1 and (self._rank == 0 or self._world_size <= 64)

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fp4.config.errors import hidden
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
 from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of, is_user_error, report_error_once
@@ -207,7 +208,7 @@ def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkp
         "step": step,
         "checkpoint": checkpoint,
         "save_index": max(save_index, save_index_in_state(run_dir)),
-        "reason": reason,
+        "reason": hidden(reason),
         "start": os.environ.get("RUN_ID", ""),
         "pid": os.getpid(),
         "host": socket.gethostname(),

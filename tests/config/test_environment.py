@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,11 @@ import pytest
 
 from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, to_yaml
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.runtime import errors
+from megatron_fp4.runtime.run_state import read_state, write_state
 from tests.composing import CONFIGS, composed, saved_of
+from tests.programs import ROOT, Program, environments_of_ranks
+from tests.test_pretrain import SMALL
 
 SECRET = "s3cret-value"
 TEXTS = {
@@ -86,3 +92,37 @@ def test_a_saved_variable_whose_key_is_gone_changes_nothing() -> None:
     config = composed()
     assert config.from_environment == {}
     assert as_saved(replace(config, from_environment={"data.phases[7].name": "${oc.env:X}"})) == as_saved(config)
+
+
+TOKEN, URL = "tok3n-1234567", "http://user:${oc.env:TOKEN}@127.0.0.1:9/web"
+
+
+@pytest.mark.slow
+def test_a_token_is_in_no_message_and_no_file_of_a_refusal(tmp_path: Path) -> None:
+    """The data cannot be opened, on two ranks."""
+    command = [ROOT / "pretrain.py", *SMALL, "run.device=cpu", "data=indexed", f"data.sources={{web: '{URL}'}}"]
+    command += ["data.phases=[{name: a, blend: {web: 1}}]", "data.num_workers=0", f"run.dir={tmp_path}/run"]
+    ranks = [Program(command, environment | {"TOKEN": TOKEN}) for environment in environments_of_ranks(2)]
+    printed = "".join(rank.communicate(timeout=240)[0] for rank in ranks)
+    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert TOKEN not in printed + written and printed.count("\n") <= 3, printed
+    for text in (printed, (tmp_path / "run" / "state.json").read_text()):
+        assert URL in text
+
+
+def test_a_token_is_in_no_traceback_and_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKEN", TOKEN)
+    config = composed.__wrapped__(f"data.sources={{web: '{URL}'}}", "data.cache_dir=${oc.env:PWD}")
+    error = RuntimeError(f"{config.data.sources['web']} is not there, nor {config.data.cache_dir}")
+    errors._print_traceback(error)
+    write_state(tmp_path, "crashed", 1, str(error), 0)
+    record = logging.LogRecord("", 30, "", 1, "%s", (error,), None)
+    texts = (
+        capsys.readouterr().err,
+        read_state(tmp_path)["reason"],
+        errors.PrintableRecords("%(message)s").format(record),
+    )
+    for text in (*texts, errors.error_line(error)):
+        assert f"{URL} is not there, nor {os.environ['PWD']}" in text
