@@ -114,3 +114,28 @@ def test_a_mesh_axis_of_other_micro_batches_follows_from_its_row(runs: Runs) -> 
     """Losses, norms, weights and moments have the bits of two replicas."""
     follow("a mesh axis", runs.tree)
     assert runs("axis", 2, "parallel.mirror=2") == runs("replicas", 2, "parallel.replicate=2")
+
+
+SGD = """
+        sgd = torch.optim.SGD(groups, momentum=0.9, foreach=False)
+        for parameter in optimizer_parameters(sgd):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return sgd
+"""
+
+
+def test_an_optimizer(runs: Runs) -> None:
+    """It has the losses of torch's, is named and planned, resumes on two ranks, and AdamW does not resume it."""
+    follow("an optimizer", runs.tree)
+    common = ("optimizer.name=momentum", "optimizer.weight_decay=0", "optimizer.lr=0.02", "checkpoint.interval=2")
+    whole = runs("momentum", 1, *common)
+    [start] = records(runs.folder("momentum"), "run")
+    assert start["optimizer"] == "Momentum"
+    resume = f"checkpoint.resume={runs.folder('momentum')}/checkpoints/step_00000002"
+    assert float(runs("resumed", 2, *common, resume).split()[0]) == pytest.approx(float(whole.split()[0]), rel=1e-5)
+    refused = runs("adamw", 1, *common[1:], resume)
+    assert "was saved by another optimizer: the checkpoint has no tensor optimizer." in refused
+    assert "set the optimizer back, or begin another run.dir from its weights" in refused
+    builder = runs.tree / "megatron_fp4/training/optimizer.py"
+    builder.write_text(builder.read_text().replace("        return Momentum(groups, config.lr)", SGD))
+    assert runs("sgd", 1, *common).split()[:3] == whole.split()[:3]  # the last loss, and the hash of all

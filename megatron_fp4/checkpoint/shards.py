@@ -315,24 +315,32 @@ def _put(content: bytes, item: ReadItem, planner: DefaultLoadPlanner, name: str)
 
 def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     """Raise RefusedError if the tensors of the checkpoint in `folder` are not those of the run."""
-    if difference := _difference(metadata.state_dict_metadata, tensor_infos(state)):
-        raise RefusedError(
-            f"{folder} is of another model: {difference}; set the model back, or choose another checkpoint or run.dir"
-        )
+    texts = {
+        "model": ("is of another model", "set the model back, or choose another checkpoint or run.dir"),
+        "optimizer": (
+            "was saved by another optimizer",
+            f"set the optimizer back, or begin another run.dir from its weights: checkpoint.initialize_from={folder}",
+        ),
+    }
+    for part in state:
+        if difference := _difference(metadata.state_dict_metadata, part, tensor_infos({part: state[part]})):
+            what, remedy = texts[part]
+            raise RefusedError(f"{folder} {what}: {difference}; {remedy}")
 
 
-def _difference(saved: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> str:
-    """The first difference, as text; "" if there is none."""
+def _difference(saved: Mapping[str, Any], part: str, tensors: Sequence[TensorInfo]) -> str:
+    """The first difference between the saved and these tensors of the `model` or the `optimizer`, as text; "" if there
+    is none."""
     for tensor in tensors:
         one = saved.get(tensor.name)
         if not isinstance(one, TensorStorageMetadata):
-            return f"the checkpoint has no tensor {tensor.name}, which this model has"
+            return f"the checkpoint has no tensor {tensor.name}, which this {part} has"
         there, here = (one.properties.dtype, [*one.size]), (tensor.dtype, [*tensor.shape])
         if there != here:
-            return "{} is {} {} in the checkpoint, {} {} in this model".format(tensor.name, *there, *here)
+            return "{} is {} {} in the checkpoint, {} {} in this {}".format(tensor.name, *there, *here, part)
     known = {tensor.name for tensor in tensors}
-    unknown = sorted(name for name in saved if name.startswith("model.") and name not in known)
-    return f"the checkpoint has a tensor {unknown[0]}, which this model does not have" if unknown else ""
+    unknown = sorted(name for name in saved if name.startswith(f"{part}.") and name not in known)
+    return f"the checkpoint has a tensor {unknown[0]}, which this {part} does not have" if unknown else ""
 
 
 def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:

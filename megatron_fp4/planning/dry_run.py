@@ -53,7 +53,7 @@ from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import Place
 from megatron_fp4.quantization.tensor import QuantizedTensor
-from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
+from megatron_fp4.training.optimizer import build_optimizer, is_fused, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import accumulate, update
 
@@ -184,8 +184,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
-            # On a GPU the update works in place; on fake tensors torch would copy.
-            optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
+            if is_fused(optimizer):  # on a GPU it updates in place; on fake tensors torch would copy
+                optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:

@@ -13,11 +13,11 @@ Steps count from 0, and update `step` uses lr(step). The schedule has no state, 
 
 The master weights are the parameters themselves, FP32 and sharded. Each rank updates its own shards; moments are FP32
 DTensors placed like their parameter. The implementation is torch's fused one: it can skip an update without making the
-host wait for the norm.
+host wait for the norm. Of an optimizer that cannot, the host decides about every update (step.py).
 
-The moments are made at the start, not in the first update: so a run that does not fit in memory fails at once, and a
-checkpoint has the same tensors before the first update, after it, and if all steps so far were skipped. Hyperparameters
-(betas, decay, ...) are not in the state: a resume takes them from the configuration.
+The moments are made by `build_optimizer`, not in the first update: so a run that does not fit in memory fails at once,
+and a checkpoint has the same tensors before the first update, after it, and if all steps so far were skipped.
+Hyperparameters (betas, decay, ...) are not in the state: a resume takes them from the configuration.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from torch import Tensor, nn
 from megatron_fp4.config.schema import Config, OptimizerConfig, ScheduleConfig
 from megatron_fp4.precision.plan import switch_step
 
-OPTIMIZER = "torch.optim.AdamW (fused)"
-"""Its name in the log."""
 
-
-def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: bool = False) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: bool = False) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over all trainable parameters of `model`.
 
     Call it after `model` is sharded and its parameters have values. The learning rate starts at config.lr; `set_lr`
@@ -70,9 +67,19 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group: `lr`, times the group's own `lr_ratio` if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Its name in records, such as `AdamW (fused)`."""
+    return f"{type(optimizer).__name__}{' (fused)' if is_fused(optimizer) else ''}"
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is one of torch's fused ones, which update in place and can skip an update on the device."""
+    return bool(optimizer.defaults.get("fused"))
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -93,12 +100,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Update, unless `skip` (0-dim FP32 on the device: 0 or 1) is 1; then weights, moments and step counts keep their
-    bits. The host does not wait for `skip`: torch's fused AdamW reads it on the device."""
-    if not optimizer.defaults["fused"]:
-        if not skip:
-            optimizer.step()
-        return
+    """Update with a fused optimizer, unless `skip` (0-dim FP32 on the device: 0 or 1) is 1; then weights, moments and
+    step counts keep their bits. The host does not wait for `skip`, which is read on the device."""
+    assert is_fused(optimizer)
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
         optimizer.step()

@@ -4,7 +4,8 @@ Besides the collectives of the model and FSDP, a step has two: a sum over the te
 parallelism), and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and requests of ranks (to stop, to
 save, ...). All ranks get the same numbers, so they clip, skip and stop alike. Reading these numbers is the step's only
 host sync. It must not stall the device: the device decides whether to update and by how much to clip, and the host
-reads the numbers after it has launched the update. Only if the host judges spikes does the update wait for the numbers.
+reads the numbers after it has launched the update. Only if the host judges spikes, or the optimizer cannot skip an
+update on the device, does the update wait for the numbers.
 If not all targets count, an earlier all-reduce sums how many do.
 
 The loss of a global batch is the mean over its targets. If all targets count, all micro-batches have the same number of
@@ -43,7 +44,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
-from megatron_fp4.training.optimizer import optimizer_parameters, set_lr, step_unless
+from megatron_fp4.training.optimizer import is_fused, optimizer_parameters, set_lr, step_unless
 from megatron_fp4.training.providers import MicroBatch
 
 
@@ -239,7 +240,8 @@ def update(
     if arrived is not None:
         arrived.record()
     norm = totals[1].sqrt()
-    if accept is None:
+    on_device = accept is None and is_fused(optimizer)
+    if on_device:
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
@@ -252,7 +254,7 @@ def update(
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     spike = finite and accept is not None and not accept(mean_loss, grad_norm)
     skipped = spike or not finite
-    if accept is not None and not skipped:
+    if not (on_device or skipped):
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         optimizer.step()

@@ -32,7 +32,7 @@ from megatron_fp4.checkpoint.find import Resumed, check_resume, refuse_to_overwr
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
-from megatron_fp4.config.schema import Config
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import records_of
 from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
@@ -55,7 +55,7 @@ from megatron_fp4.training.build import (
     sharded_model,
     why_eager,
 )
-from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
+from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer, optimizer_name
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
 from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
 
@@ -100,7 +100,8 @@ class Callback:
     name = ""
     """The key of its state in checkpoints; "": no state. A callback that is not in the list loses its state."""
     accept: Callable[[float, float], bool] | None = None
-    """(loss, norm) -> whether to update, the same on all ranks. None: this callback does not decide."""
+    """(loss, norm) -> whether to update, the same on all ranks. None: this callback does not decide. Only one callback
+    of a run may decide; the trainer reads this when it is built."""
     trainer: Trainer
 
     def load_state_dict(self, state: Any) -> None:
@@ -175,6 +176,13 @@ class Trainer:
     ) -> None:
         self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
         self.missing: list[str] = []
+        deciding = [callback for callback in callbacks if callback.accept is not None]
+        if len(deciding) > 1:
+            first, second = (type(callback).__name__ for callback in deciding[:2])
+            raise ConfigError(
+                f"the callbacks {first} and {second} both decide whether a step updates; switch one of them off"
+            )
+        self.accept = deciding[0].accept if deciding else None
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
@@ -248,7 +256,6 @@ class Trainer:
     def steps(self, first: int, last: int, stops: StopConditions | None = None) -> Generator[Step]:
         """Train the steps [first, last), and yield each one when it is done. stops: the requests to this rank."""
         config, mesh, state, progress = self.config, self.mesh, self.precision.step_state, self.progress
-        accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
         for index, batch in enumerate(self._batches(first, last), start=first):
             step = Step(index, batch, began=time.perf_counter() - self.data.loader.data_wait)
             state.step = index
@@ -270,7 +277,7 @@ class Trainer:
                     lr=self.lr(index),
                     clip_norm=config.optimizer.clip_norm,
                     requests=StepRequests(*requests),
-                    accept=accept,
+                    accept=self.accept,
                     progress=progress,
                 )
             for callback in self.callbacks:
@@ -436,7 +443,7 @@ class Trainer:
             decay_start=WSDSchedule.of(self.config).decay_start_step + 1,
             unigram_entropy=self.data.unigram_entropy,
             world_size=self.mesh.world_size,
-            optimizer=OPTIMIZER,
+            optimizer=optimizer_name(self.optimizer),
             plan=plan,
             parameters=self.models.parameter_count(self.config.model).total,
             quantized_flops=round(self.precision.plans[0].quantized_flops_per_token / forward, 4),

@@ -156,6 +156,17 @@ def test_a_checkpoint_of_another_run_is_refused(
     for part in ("hidden: 12 in the checkpoint, 16 now", "tokenizer: '(absent)'", "checkpoint.allow_mismatch=true"):
         assert part in str(caught.value)
     assert other.resume(allow_mismatch=True) == 3 and "although it differs" in caplog.text
+    moments = other.optimizer.state[other.model.head.weight]
+    moments["momentum"] = moments.pop("exp_avg")
+    with pytest.raises(
+        ValueError, match=r"another optimizer: .*has no tensor optimizer\.head\.weight\.momentum.*initialize_"
+    ):
+        other.resume(allow_mismatch=True)
+    del moments["momentum"]
+    with pytest.raises(
+        ValueError, match=r"another optimizer: .*has a tensor optimizer\.head\.weight\.exp_avg, which this"
+    ):
+        other.resume(allow_mismatch=True)
     other.model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"another model: .* has no tensor model\.extra\.weight.*; set the model back"):
         other.resume(allow_mismatch=True)

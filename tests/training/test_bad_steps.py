@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
-from megatron_fp4.config.schema import SpikesConfig
+from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.measure.diagnosis import diagnose_nonfinite, find_nonfinite
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError, SkippedSteps, SpikeError, Spikes
 from megatron_fp4.training.step import StepResult
-from megatron_fp4.training.trainer import Step
+from megatron_fp4.training.trainer import Callback, Step, Trainer
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, train_step
 
 GOOD, BAD = StepResult(2.0, 1.0, False), StepResult(math.nan, 1.0, True)
@@ -184,6 +184,15 @@ def test_what_is_not_a_spike() -> None:
     off = spikes_of("none")
     assert off.accept is None and feed(off, [*noisy(100), (99.0, 99.0)]) == []
     assert off.state_dict() == spikes_of("none").state_dict()
+
+
+def test_only_one_callback_decides_about_updates() -> None:
+    class Vote(Callback):
+        accept = lambda self, loss, norm: loss < 9  # noqa: E731
+
+    callbacks: list[Any] = [Vote(), spikes_of("skip")]
+    with pytest.raises(ConfigError, match="the callbacks Vote and Spikes both decide whether a step updates"):
+        Trainer(Config(), MagicMock(), MagicMock(), callbacks, MagicMock())
 
 
 def test_rollbacks_to_one_checkpoint_count_as_in_a_row() -> None:

@@ -28,8 +28,7 @@ from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, to
 
 
 def always(loss: float, norm: float) -> bool:
-    """Judges no step to be a spike. With such a function the host decides about updates, which SGD needs: it cannot
-    skip one on the device."""
+    """Judges no step to be a spike. With such a function the host decides about updates."""
     return True
 
 
@@ -51,15 +50,15 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
     with alone() as mesh:
         step_state = StepState(seed=0)
         model = RecordingModel(step_state)
-        optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
+        optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_ratio": 3.0}], lr=123.0)
         batches = [
             ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]])) for index, value in ((4, 1.0), (6, 5.0))
         ]
-        settings: dict[str, Any] = {"lr": 0.5, "accept": always, "requests": StepRequests(stop=True)}
+        settings: dict[str, Any] = {"lr": 0.5, "requests": StepRequests(stop=True)}
         result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **settings)
     assert (result.loss, result.grad_norm, result.skipped, result.requests) == (3.0, 3.0, False, StepRequests(True))
     assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
-    assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0) and model.weight.grad is None
+    assert model.weight.item() == pytest.approx(1.0 - 0.5 * 3.0 * 2.0) and model.weight.grad is None
 
 
 def _host_reads_late_or_early(

@@ -37,7 +37,7 @@ from megatron_fp4.logging.run_folder import summarized_steps
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
-from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
+from megatron_fp4.training.optimizer import WSDSchedule, optimizer_name
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
 # Environment variables that a launcher sets for ranks; a command beside the run is not a rank.
@@ -83,7 +83,7 @@ class Banner(Callback):
             "learning rate decays": f"from step {decay_start + 1:,}" if decay_start < steps else "never",
             **kernels,
             "CUDA graphs": "forward and backward of a micro-batch are replayed" if eager is None else f"no ({eager})",
-            "optimizer": OPTIMIZER,
+            "optimizer": optimizer_name(trainer.optimizer),
             "determinism": determinism,
         }
         console.table(model_table(config.model, models.parts(trainer.model, config), 3 * flops))
