@@ -238,7 +238,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     for fact, key in {"optimizer": "optimizer", "commit": "commit", "ranks": "world_size"}.items():
         yield fact, str(facts.get(key, "unknown"))
     for name, value in {"host": facts.get("host"), **(facts.get("made_by") or {})}.items():
-        if value is not None and name != "commit":
+        if value not in (None, "(absent)") and name != "commit":
             yield name, str(value)
     yield "goodput", goodput_of(run.records) or "unknown"
     for field, form in {

@@ -62,8 +62,8 @@ def made_by(device: torch.device) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = _ABSENT
     if device.type == "cuda":
-        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        return facts | {"CUDA": f"{cuda}", "cuDNN": f"{cudnn}", "GPU": torch.cuda.get_device_name(device)}
+        # Not cuDNN's version: asking torch for it loads the library, and then Transformer Engine cannot be imported.
+        return facts | {"CUDA": f"{torch.version.cuda}", "GPU": torch.cuda.get_device_name(device)}
     return facts | {
         "ATEN_CPU_CAPABILITY": torch.backends.cpu.get_cpu_capability(),
         "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"),

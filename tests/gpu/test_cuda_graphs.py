@@ -25,6 +25,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.transformer_engine import _seeded
+from megatron_fp4.quantization.rounding import Place
 from megatron_fp4.training import build
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
@@ -52,13 +53,13 @@ class Drawing(EmulatedBackend):
     """Draws from CUDA's default generator, as Transformer Engine does."""
 
     def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        for request in (columns, rows):
+        for request, drawn_at in ((as_stored, place), (transposed, place.t())):
             if request is not None and request.key is not None:
-                with _seeded(request.key, x.device):
+                with _seeded(request.key.at(drawn_at), x.device):
                     x = x + torch.rand_like(x) * x.abs().amax() / 8
-        return super().operands(x, columns, rows)
+        return super().operands(x, place, as_stored, transposed)
 
 
 @pytest.fixture(scope="module")
