@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 
 from analysis.branches import Branch, recipes_of_branches
-from analysis.price import (
-    GROWTH,
-    SHIPPED,
-    Curve,
-    RecipeCost,
-    fit,
-    nearest,
-    planned_times,
-    price_table,
-    verdict,
-)
+from analysis.price import GROWTH, SHIPPED, Curve, RecipeCost, fit, nearest, planned_times, price_table, verdict
 from analysis.statistics import Estimate
 from megatron_fp4.config.compose import compose_config
 from pretrain import CONFIGS

@@ -456,10 +456,7 @@ def test_pairs_that_do_not_fit_are_not_merged(
     write(tmp_path / "wide", [[1]], np.int32)
     for names, expected in (
         (["0", "0"], "a merge needs two or more different pairs"),
-        (
-            ["0", "begun"],
-            "begun have documents that begin with different tokens (none; <|endoftext|>, id 0)",
-        ),
+        (["0", "begun"], "begun have documents that begin with different tokens (none; <|endoftext|>, id 0)"),
         (["0", "wide"], "0 uint16, "),
     ):
         assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2

@@ -156,10 +156,7 @@ def random_texts(seed: int, number: int) -> list[str]:
     return texts + [text + draw.choice(TEXTS) for text in texts[::5]]
 
 
-@pytest.mark.parametrize(
-    ("expression", "normalizer"),
-    [(GPT2, None), (CL100K, "NFC"), (QWEN2, None), (QWEN2, "NFKD")],
-)
+@pytest.mark.parametrize(("expression", "normalizer"), [(GPT2, None), (CL100K, "NFC"), (QWEN2, None), (QWEN2, "NFKD")])
 def test_any_text_gets_the_ids_of_tokenizers(
     expression: str, normalizer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,10 +201,7 @@ def link_a_file(folder: Path) -> None:
         ("{folder} --tasks fox_write --max-length 4", "lm-eval refuses hybrid: .*must be less than"),
         ("{folder} --tasks fox_text --tokenizer x", "--tokenizer x is for checkpoints; folders have"),
         ("{checkpoint} --tasks fox_text", "its run has no tokenizer; give the one of its data"),
-        (
-            "{layout} --tasks fox_text",
-            r"has the layout of modelopt, .* --format nvfp4-compressed-tensors, or without",
-        ),
+        ("{layout} --tasks fox_text", r"has the layout of modelopt, .* --format nvfp4-compressed-tensors, or without"),
         ("{part} --tasks fox_text", r"is not a complete model: missing keys .*up_proj.weight; export it again"),
     ],
 )

@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def ssd_recurrence(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    documents_bs: Tensor | None = None,
+    x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, documents_bs: Tensor | None = None
 ) -> Tensor:
     """`models.ssd.ssd_scan` by its definition, in any dtype; autograd differentiates it."""
     repeats = x_bshp.shape[2] // b_bsgn.shape[2]

@@ -57,8 +57,7 @@ def test_fp32_is_close_to_the_fp64_recurrence(dt_max, tolerance):
 # accurate only if they do not contain the token's own part. The remaining error is the rounding of the running sum of
 # dt a.
 @pytest.mark.parametrize(
-    ("lowest", "highest", "chunk_size", "tolerance"),
-    [(0.5, 1, 64, 7e-6), (1, 5, 16, 5e-6), (10, 12, 64, 3e-5)],
+    ("lowest", "highest", "chunk_size", "tolerance"), [(0.5, 1, 64, 7e-6), (1, 5, 16, 5e-6), (10, 12, 64, 3e-5)]
 )
 def test_gradients_of_fast_decays_are_accurate(lowest, highest, chunk_size, tolerance):
     x, dt, _, b, c = inputs(200, batch=1, head_dim=16, state=16)

@@ -14,12 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard
 from models.hybrid import build_model
-from models.pattern import (
-    forward_flops_per_token,
-    linear_shapes,
-    parameter_count,
-    training_flops_per_token,
-)
+from models.pattern import forward_flops_per_token, linear_shapes, parameter_count, training_flops_per_token
 from tests.composing import composed
 from tests.models.builders import build, local, small_config, tokens_and_targets
 

@@ -10,14 +10,7 @@ from megatron_fp4.config.precision_schema import (
     SecondOperandConfig,
     WgradConfig,
 )
-from megatron_fp4.precision.recipe import (
-    BF16,
-    DGRAD_GRADIENT,
-    SLOTS,
-    Operand,
-    recipe_from_config,
-    switched_recipe,
-)
+from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, SLOTS, Operand, recipe_from_config, switched_recipe
 from tests.composing import CONFIGS, composed
 from tests.precision import reference as ref
 from tests.recipes import changed
