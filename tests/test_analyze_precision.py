@@ -35,9 +35,7 @@ def analyze(checkpoint: Path, *arguments: str) -> int:
     return analyze_precision.main([str(checkpoint), "--trust-config", *arguments])
 
 
-def test_the_command_writes_a_plan_from_a_checkpoint(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "plan.yaml"
     assert analyze(checkpoint, "--budget", "0.4", "--micro-batches", "2", "--output", str(output)) == 0
     plan = yaml.safe_load(output.read_text())
@@ -64,9 +62,7 @@ def test_another_recipe_and_budget(checkpoint: Path, tmp_path: Path) -> None:
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.1  # finer than FP4
 
 
-def test_wrong_input_gives_one_line_before_measuring(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_gives_one_line_before_measuring(checkpoint: Path, tmp_path: Path, capsys) -> None:
     damaged = tmp_path / "step_00000003"
     shutil.copytree(checkpoint, damaged)
     flip_a_bit(next(damaged.glob("*.distcp")))

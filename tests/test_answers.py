@@ -44,9 +44,7 @@ def test_version_and_help_need_no_torch() -> None:
     assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
 
-def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(capsys) -> None:
     assert answer(["train.steps=3", "--check"], CONFIGS) is None and capsys.readouterr() == ("", "")
     assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
@@ -85,8 +83,6 @@ def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixt
         (["-m", "precision=nvfp4,nvfp5"], "precision=nvfp5: there is no precision config of that name"),
     ],
 )
-def test_a_sweep_is_refused_before_it_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_refused_before_it_starts(arguments: list[str], message: str, capsys) -> None:
     assert answer(arguments, CONFIGS) == 2
     assert capsys.readouterr().err.startswith(f"pretrain.py: {message}")

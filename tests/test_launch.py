@@ -46,9 +46,7 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(tmp_path: P
     assert errors == "pretrain.py: SIGUSR1: stopping after this step; another signal leaves at once\n"
 
 
-def test_a_crash_is_reported_without_the_launchers_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_is_reported_without_the_launchers_traceback(monkeypatch, capsys) -> None:
     monkeypatch.setattr(launch, "SIGNALS", ())  # no handlers in this process
     ends = {1: "Root Cause", 2: "", 75: ""}  # after codes 2 and 75 the run has printed a line itself
     for code, reported in ends.items():
@@ -72,8 +70,6 @@ def test_a_crash_is_reported_without_the_launchers_traceback(
         ({0: 1, 1: 5}, set(), 5),  # rank 1 hung, and rank 0 failed because it waited
     ],
 )
-def test_the_launchers_exit_code(
-    failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launchers_exit_code(failed: dict[int, int], handed_on: set[int], code: int, monkeypatch) -> None:
     monkeypatch.setattr(launch, "_handed_on", handed_on)
     assert launch.exit_code(failed) == code

@@ -82,9 +82,7 @@ def test_choices_are_pinned_and_recorded(mesh: ParallelMesh, tmp_path: Path, mon
     assert without.start(4) == [] and without.calls == [] and without.kernels.state_dict() is None
 
 
-def test_phases_of_shorter_sequences_are_rehearsed_too(
-    mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_path: Path, monkeypatch) -> None:
     run, shapes = Started(mesh, tmp_path, monkeypatch), []
     run.spans += [SimpleNamespace(sequence_length=length) for length in (12, 24, 12)]
     run.mamba.rehearse = lambda rows, length, *_: shapes.append((rows, length))
@@ -93,9 +91,7 @@ def test_phases_of_shorter_sequences_are_rehearsed_too(
     assert shapes == [(3, 48), (12, 12), (6, 24)]
 
 
-def test_the_rehearsal_has_the_shapes_and_dtypes_of_a_step(
-    mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rehearsal_has_the_shapes_and_dtypes_of_a_step(mesh: ParallelMesh, tmp_path: Path, monkeypatch) -> None:
     """Both kinds of causal-conv1d are tried: one that returns BF16 and one that returns FP32."""
     run, seen = Started(mesh, tmp_path, monkeypatch), {}
 

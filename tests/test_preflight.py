@@ -68,9 +68,7 @@ def refused(check: Check, run_dir: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_the_command_prints_ok_or_a_refusal(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_plan: None
-) -> None:
+def test_the_command_prints_ok_or_a_refusal(data: list[str], tmp_path: Path, capsys, no_plan: None) -> None:
     command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
     assert pretrain.main(command) == 0
     (*_, last) = capsys.readouterr().out.splitlines()

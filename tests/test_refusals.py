@@ -336,9 +336,7 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS, ids=str)
-def test_the_launchers_environment_is_checked(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launchers_environment_is_checked(environment: dict[str, str], message: str, monkeypatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if not message:

@@ -32,9 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_replayed_steps_equal_the_recorded_ones_and_nothing_is_written(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replayed_steps_equal_the_recorded_ones_and_nothing_is_written(run_dir: Path, capsys) -> None:
     before = stamps(run_dir)
     checkpoint = str(run_dir / "checkpoints" / "step_00000002")
     for arguments, steps in (
@@ -53,9 +51,7 @@ def test_replayed_steps_equal_the_recorded_ones_and_nothing_is_written(
     assert stamps(run_dir) == before
 
 
-def test_a_difference_in_the_last_bit_is_found(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_in_the_last_bit_is_found(run_dir: Path, tmp_path: Path, capsys) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         if record["kind"] == "step" and record["step"] == 4:
@@ -69,9 +65,7 @@ def test_a_difference_in_the_last_bit_is_found(
     assert "1 of 2 steps are equal" in printed
 
 
-def test_wrong_input_gives_one_line_and_exit_code_2(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_input_gives_one_line_and_exit_code_2(run_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     checkpoint = run_dir / "checkpoints" / "step_00000002"
     damaged = tmp_path / "damaged" / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, damaged)

@@ -173,9 +173,7 @@ def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start,
     assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
 
 
-def test_a_resume_with_other_code_or_on_another_machine_says_so(
-    copy: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_with_other_code_or_on_another_machine_says_so(copy: Path, start: Start, monkeypatch) -> None:
     now = trainer.made_by(torch.device("cpu"))
     monkeypatch.setattr(trainer, "made_by", lambda _: now | {"torch": "2.99", "ATEN_CPU_CAPABILITY": "DEFAULT"})
     shutil.rmtree(checkpoint(copy, 8))

@@ -77,9 +77,7 @@ def test_a_rollback_survives_a_kill_and_can_be_replayed(corpus: list[str], tmp_p
     assert code == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
 
 
-def test_all_ranks_skip_the_same_spikes_and_too_many_end_the_run_with_a_diagnosis(
-    corpus: list[str], tmp_path: Path
-) -> None:
+def test_all_ranks_skip_the_same_spikes_and_too_many_end_the_run_with_a_diagnosis(corpus: list[str], tmp_path) -> None:
     settings = ("spikes.action=skip", "spikes.max_in_row=2")
     first, second = start(tmp_path, corpus, *settings, spikes=[9, 11, 12])
     assert first == second

@@ -71,9 +71,7 @@ def sources(tmp_path: Path) -> list[str]:
     return [*(str(part) for option in given.items() for part in option), "--output"]
 
 
-def test_the_text_is_the_same_each_time_and_has_no_duplicates(
-    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_is_the_same_each_time_and_has_no_duplicates(sources: list[str], tmp_path: Path, capsys) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert study_text.main([*sources, str(once)]) == 0
     found = capsys.readouterr().out.split()[-1]
@@ -94,9 +92,7 @@ def test_the_text_is_the_same_each_time_and_has_no_duplicates(
     assert [second, third] == [code(name).partition("\n\n\n")[2] for name in ("berry", "cherry")]
 
 
-def test_a_source_that_differs_is_refused(
-    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_differs_is_refused(sources: list[str], tmp_path: Path, capsys) -> None:
     (wheel,) = (tmp_path / "wheels").iterdir()
     wheel.write_bytes(wheel.read_bytes() + b"more")
     assert study_text.main([*sources, str(tmp_path / "text")]) == 2

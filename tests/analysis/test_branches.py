@@ -61,9 +61,7 @@ def _branches(output: Path) -> dict[str, list[float]]:
     return {branch["recipe"]: branch["branch"]["losses"] for branch in branches}
 
 
-def test_losses_are_those_of_branches_to_the_last_bit(
-    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_are_those_of_branches_to_the_last_bit(trunk: tuple[list[str], Path], tmp_path: Path, capsys) -> None:
     overrides, run_dir = trunk
     checkpoint = run_dir / "checkpoints" / "step_00000003"
     real = [*WEIGHTS.partition("=")[2].split(), "precision.switch.when=never"]
@@ -123,9 +121,7 @@ def test_saved_branches_are_not_trained_again(trunk: tuple[list[str], Path], tmp
     assert len(json.loads(output.read_text())["branches"]) == len(trained)
 
 
-def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
-    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(trunk: tuple[list[str], Path], capsys) -> None:
     checkpoint, kinds = trunk[1] / "checkpoints" / "step_00000003", {20000: "builtin"}
 
     def finished(folder: Path, *_: Any) -> HeldOut:
@@ -161,9 +157,7 @@ def rewrite_trainer(folder: Path, trainer: dict[str, Any]) -> None:
     files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
 
 
-def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
-    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:
     checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
     trainer = json.loads((checkpoint / "trainer.json").read_text())
     overrides = ["precision=mxfp8", "precision.switch.when=never"]
@@ -178,9 +172,7 @@ def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
         assert "of the run;" not in capsys.readouterr().out
 
 
-def test_wrong_input_gives_one_line_before_anything_is_trained(
-    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_gives_one_line_before_anything_is_trained(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:
     run_dir, steps = trunk[1], ["--steps", "2"]
     checkpoint = run_dir / "checkpoints" / "step_00000003"
     switched = shutil.copytree(checkpoint, tmp_path / "switched")

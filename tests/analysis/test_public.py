@@ -89,9 +89,7 @@ def test_the_shipped_table_is_priced_by_the_command(capsys: pytest.CaptureFixtur
         ("step,bf16,nvfp4\n1,1,2\n2,2,2\n3,3,2\n4,4,2\n5,5,2", "the losses do not fall as a power of tokens"),
     ],
 )
-def test_a_table_that_has_no_price_is_refused(
-    text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_that_has_no_price_is_refused(text: str, expected: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "table.csv").write_text(text)
     assert price.main(["--public", str(tmp_path / "table.csv")]) == 2
     assert expected in error_line(capsys, "price.py")

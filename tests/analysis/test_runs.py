@@ -51,9 +51,7 @@ def test_many_steps_give_an_interval(tmp_path: Path) -> None:
     assert draw_runs(runs, tmp_path / "a.png").exists()
 
 
-def test_runs_that_cannot_be_compared_give_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_cannot_be_compared_give_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for name, steps in (("a", 24), ("b", 24), ("short", 20)):
         write_run(tmp_path / name, steps)

@@ -64,9 +64,7 @@ def test_a_failing_save_is_tried_again(
     assert job.resume() == 1
 
 
-def test_failing_saves_are_skipped_until_there_are_too_many(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_saves_are_skipped_until_there_are_too_many(make_job: Callable[..., Job], monkeypatch) -> None:
     job = make_job(asynchronous=True, max_failed_saves=3)
     job.save(1)
     job.checkpointer.finish()
@@ -96,9 +94,7 @@ def test_free_space_is_checked_before_a_save(make_job: Callable[..., Job], monke
     assert tries == [] and not list(job.root.glob("step*"))
 
 
-def test_training_while_a_save_is_written_does_not_change_it(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_while_a_save_is_written_does_not_change_it(make_job: Callable[..., Job], monkeypatch) -> None:
     job = make_job(asynchronous=True)
     go = threading.Event()
     write = checkpointer.write_shards
@@ -174,9 +170,7 @@ def test_metadata_is_made_once(make_job: Callable[..., Job], monkeypatch: pytest
     assert len(made) == 2 and len(packed) == 4 and job.resume() == 3
 
 
-def test_a_save_fails_if_no_rank_writes_some_elements(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_fails_if_no_rank_writes_some_elements(make_job: Callable[..., Job], monkeypatch) -> None:
     job = make_job()
     monkeypatch.setattr(shards, "_is_writer", lambda tensor, number, rank: number != 3)
     with pytest.raises(CheckpointError, match=r"0 of \d+ elements of .* were written"):

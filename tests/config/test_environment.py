@@ -55,9 +55,7 @@ def test_values_are_used_and_not_written(config: Config) -> None:
     assert saved["data"]["phases"][0]["fraction"] == 0.5 and saved["train"]["steps"] == config.train.steps
 
 
-def test_reading_a_saved_configuration_uses_the_current_environment(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_a_saved_configuration_uses_the_current_environment(config: Config, monkeypatch) -> None:
     saved = saved_of(config)
     assert config_from_saved(saved, [], CONFIGS, trusted=True) == config
     monkeypatch.setenv("SECRET_DIR", "elsewhere")
@@ -72,9 +70,7 @@ def test_reading_a_saved_configuration_uses_the_current_environment(
     assert other.run.dir == "here/run" and "run.dir" not in other.from_environment
 
 
-def test_recipes_of_a_switch_and_of_exceptions_may_use_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_recipes_of_a_switch_and_of_exceptions_may_use_the_environment(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RHT", "0")
     shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True)
     own = "defaults: [nvfp4, _self_]\nname: of_here\nwgrad: {rht: '${oc.decode:${oc.env:RHT}}'}\n"
@@ -110,9 +106,7 @@ def test_a_token_is_in_no_message_and_no_file_of_a_refusal(tmp_path: Path) -> No
         assert URL in text
 
 
-def test_a_token_is_in_no_traceback_and_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_is_in_no_traceback_and_no_record(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TOKEN", TOKEN)
     config = composed.__wrapped__(f"data.sources={{web: '{URL}'}}", "data.cache_dir=${oc.env:PWD}")
     error = RuntimeError(f"{config.data.sources['web']} is not there, nor {config.data.cache_dir}")

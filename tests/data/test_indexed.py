@@ -160,9 +160,7 @@ def test_a_fault_that_opening_does_not_notice(
                 dataset.document_offsets(first, last)
 
 
-def test_the_full_check_reads_every_token_and_compares_the_json_file(
-    prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_full_check_reads_every_token_and_compares_the_json_file(prefix: Path, monkeypatch) -> None:
     dataset = IndexedDataset(prefix)
     for entries in (1 << 20, 7):  # in one block, and in many
         monkeypatch.setattr(merge, "INDEX_BLOCK", entries)

@@ -209,9 +209,7 @@ def test_a_document_that_the_tokenizer_cannot_encode_is_skipped_and_named(
         prepare(open_files("json", [path]), tmp_path / "many", limited, ALL)
 
 
-def test_documents_above_the_largest_size_are_split(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_above_the_largest_size_are_split(tokenizer: HuggingFaceTokenizer, tmp_path, monkeypatch) -> None:
     long = " ".join(f"wörd{i}" for i in range(200))
     for size in (64, 65, 66, 100, 1000):
         pieces = pieces_of(long + "文" * 200, size)
@@ -230,9 +228,7 @@ def test_documents_above_the_largest_size_are_split(
         prepare(parts, tmp_path / "out", tokenizer, ALL)
 
 
-def test_the_command_prints_overrides_that_train_on_its_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_overrides_that_train_on_its_output(tmp_path: Path, capsys) -> None:
     """The command also trains a tokenizer, without the held-out documents."""
     json_lines(tmp_path / "in, here" / "a.jsonl", TEXTS)
     prefix = tmp_path / "it's, here" / "2 web-é"
@@ -354,9 +350,7 @@ def test_workers_do_not_import_torch() -> None:
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_killed_worker_is_reported(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_is_reported(tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", math.inf)
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 3)])
     before = multiprocessing.active_children()
@@ -373,9 +367,7 @@ def test_a_killed_worker_is_reported(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_what_may_and_may_not_change_before_a_resume(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_and_may_not_change_before_a_resume(tokenizer: HuggingFaceTokenizer, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
     path = json_lines(tmp_path / "a.jsonl", TEXTS[:10])
     json_lines(tmp_path / "b.jsonl", TEXTS[10:])
@@ -446,9 +438,7 @@ def test_pairs_written_by_megatron_can_be_merged(tmp_path: Path, capsys: pytest.
     assert each[2] == each[0] + each[1] and list(map(len, each[2])) == [7, 0, 5, 3]
 
 
-def test_pairs_that_do_not_fit_are_not_merged(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_that_do_not_fit_are_not_merged(tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
     begun = HuggingFaceTokenizer(tokenizer.content, "t.json", bos_token="<|endoftext|>")
     for name, of_pair in (("0", tokenizer), ("begun", begun)):

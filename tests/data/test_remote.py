@@ -107,9 +107,7 @@ def local(running: tuple[Store, Path]) -> IndexedDataset:
     return IndexedDataset(running[1] / "big")
 
 
-def test_objects_are_read_as_files_are(
-    store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path
-) -> None:
+def test_objects_are_read_as_files_are(store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path) -> None:
     assert (remote.num_tokens, remote.num_documents) == (NUM_TOKENS, NUM_TOKENS // 100)
     rng = np.random.default_rng(0)
     for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 9).tolist()):
@@ -157,9 +155,7 @@ def test_temporary_faults_are_retried_and_lasting_ones_raised(
     assert np.array_equal(remote.tokens(NUM_TOKENS - 10, 10), local.tokens(NUM_TOKENS - 10, 10))
 
 
-def test_errors_that_a_retry_cannot_fix_are_raised_at_once(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_that_a_retry_cannot_fix_are_raised_at_once(store: Store, tmp_path: Path, monkeypatch) -> None:
     for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):
         with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; name a dataset by"):
             IndexedDataset(prefix, remote_cache=tmp_path)
@@ -192,9 +188,7 @@ def test_an_object_replaced_in_use_is_refused(store: Store, tmp_path: Path) -> N
         readers[0].tokens(1_000_000, 1000)
 
 
-def test_threads_fetch_a_block_once(
-    store: Store, remote: IndexedDataset, local: IndexedDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_fetch_a_block_once(store: Store, remote: IndexedDataset, local: IndexedDataset, monkeypatch) -> None:
     """If the store does not answer, threads retry side by side, not one after the other."""
     monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 300.0)
     store.requests.clear()

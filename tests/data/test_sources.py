@@ -167,9 +167,7 @@ def test_the_ends_of_documents_that_no_json_describes_are_read(tmp_path: Path) -
     assert "begin with: unknown, end with: unknown" in open_indexed(1000, {"right": "right"}).summary()
 
 
-def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(tmp_path: Path, monkeypatch) -> None:
     """The error names the first file in order, not in time. There are at most 32 threads, however many files."""
     prefix, before, threads = write_random(tmp_path / "web").prefix, threading.active_count(), []
 

@@ -85,9 +85,7 @@ def test_a_field_inside_a_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 3, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_cells_of_csv_are_text_as_they_are(
-    end: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_of_csv_are_text_as_they_are(end: str, piece: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(readers, "READ_BYTES", piece)
     monkeypatch.setattr(readers, "TASK_SIZE", 10)
     cells = ["NA", "None", "007", "1.0", "2024-01-01", "true", '"a, ""b"""', '"two\r\nlines\r"', "", "é", "n/a"]
@@ -137,9 +135,7 @@ def test_the_splits_of_a_saved_folder(tmp_path: Path) -> None:
         ({"text": [{"body": "x"}]}, r"a\.parquet: the field 'text' of text \(struct<.*>\) is not text"),
     ],
 )
-def test_a_column_that_is_not_text_is_refused_at_once(
-    columns: dict[str, object], expected: str, tmp_path: Path
-) -> None:
+def test_a_column_that_is_not_text_is_refused_at_once(columns: dict[str, object], expected: str, tmp_path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=expected):
         open_dataset([str(tmp_path / "a.parquet")])

@@ -157,9 +157,7 @@ def random_texts(seed: int, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("expression", "normalizer"), [(GPT2, None), (CL100K, "NFC"), (QWEN2, None), (QWEN2, "NFKD")])
-def test_any_text_gets_the_ids_of_tokenizers(
-    expression: str, normalizer: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_text_gets_the_ids_of_tokenizers(expression: str, normalizer: str | None, monkeypatch) -> None:
     subject = cut_by(expression, normalizer)
     assert subject._words is not None
     texts = [*random_texts(1, 300), "x".join(random_texts(2, 100)), ""]

@@ -14,9 +14,7 @@ from tests.data.streams import write, write_random
 
 
 @pytest.mark.parametrize(("micro_batch_size", "dp_size"), [(1, 3), (4, 4), (16, 2)])
-def test_every_window_is_validated_once_on_any_number_of_ranks(
-    tmp_path: Path, dp_size: int, micro_batch_size: int
-) -> None:
+def test_every_window_is_validated_once_on_any_number_of_ranks(tmp_path, dp_size: int, micro_batch_size: int) -> None:
     validation = ValidationSet("code", write_random(tmp_path / "code", 503), 8, num_samples=11, vocab_size=1000)
     with pytest.raises(
         ValueError, match=r"503 tokens, .* train.sequence_length \+ 1 = 504; lower train.sequence_length"

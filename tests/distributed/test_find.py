@@ -120,9 +120,7 @@ def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: Parall
 
 
 @pytest.mark.parametrize("content", ["step_00000001\n", "step_99999999\n", "a folder"])
-def test_a_wrong_pointer_does_not_change_the_choice(
-    root: Path, mesh: ParallelMesh, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_pointer_does_not_change_the_choice(root: Path, mesh: ParallelMesh, content: str, caplog) -> None:
     (root / "latest").unlink()
     if content == "a folder":
         (root / "latest").mkdir()
@@ -147,9 +145,7 @@ def test_a_step_is_saved_again_only_by_a_new_run(root: Path, mesh: ParallelMesh)
     assert Job(root, mesh).resume() == 2
 
 
-def test_a_checkpoint_of_another_run_is_refused(
-    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog) -> None:
     other = Job(root, mesh, hidden=16, tokenizer="abc")
     with pytest.raises(ValueError, match="belongs to another run") as caught:
         other.resume()
@@ -232,9 +228,7 @@ def test_damage_in_a_file_of_another_rank_is_confirmed_and_moved_by_rank_0(root:
 
 
 @pytest.mark.parametrize("steps", [(3,), (1, 2, 3)])
-def test_files_that_no_rank_can_read(
-    root: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
-) -> None:
+def test_files_that_no_rank_can_read(root: Path, mesh: ParallelMesh, monkeypatch, steps: tuple[int, ...]) -> None:
     """A checkpoint is damaged if others can be read. If none can, the disk is not reachable, which is no refusal."""
     before, unreadable = names(root), {f"step_0000000{step}" for step in steps}
     real = files.open_plain
@@ -299,9 +293,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused(
     assert job.resume("never") is None
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(
-    tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path, mesh: ParallelMesh, caplog) -> None:
     records(tmp_path, BEGUN, STEP)
     assert Job(tmp_path / "checkpoints", mesh).resume() is None
     assert "trained 7 steps and saved no checkpoint" in caplog.text

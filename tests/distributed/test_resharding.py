@@ -83,9 +83,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(value, expected[name]), name
 
 
-def test_loading_on_two_and_four_ranks_and_back_keeps_all_bits(
-    trained: Run, sharded: list[Run], tmp_path: Path
-) -> None:
+def test_loading_on_two_and_four_ranks_and_back_keeps_all_bits(trained: Run, sharded: list[Run], tmp_path) -> None:
     replicas = launch(run, 4, HSDP2, sharded[0].checkpoint(), str(tmp_path / "four"), 0)
     data_parallel = launch(run, 2, DP2, replicas[0].checkpoint(), str(tmp_path / "two"), 0)
     (back,) = launch(run, 1, ONE, data_parallel[0].checkpoint(), str(tmp_path / "one"), 0)

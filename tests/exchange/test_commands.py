@@ -184,9 +184,7 @@ def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[st
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_commands_of_megatron_export_and_import(
-    tmp_path: Path, mesh: ParallelMesh, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_megatron_export_and_import(tmp_path: Path, mesh: ParallelMesh, capsys) -> None:
     config = CASES["transformer"]
     ours = checkpoint_of(tmp_path / "ours", config, tensors_of(strong_model(config, mesh))).folder
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "out")]) == 0

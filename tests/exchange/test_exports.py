@@ -291,9 +291,7 @@ def test_every_export_has_its_checkpoint_and_its_record(start: Start, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_stop_ends_the_wait_and_the_next_start_exports(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_ends_the_wait_and_the_next_start_exports(start: Start, tmp_path: Path, monkeypatch) -> None:
     """The second start uses the real command. test_hf.py reads such folders in transformers."""
     run_dir, stopping = tmp_path / "run", tmp_path / "stopping.py"
     end = ["checkpoint.export_interval=4", "checkpoint.export_format=fp32"]

@@ -145,9 +145,7 @@ def test_graphs_give_the_bits_of_eager_steps(mesh: ParallelMesh, overrides: list
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "mxfp8"])
-def test_the_torch_backend_with_its_gemms_replaced(
-    mesh: ParallelMesh, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_torch_backend_with_its_gemms_replaced(mesh: ParallelMesh, precision: str, monkeypatch) -> None:
     monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
     check(mesh, [f"precision={precision}"], TorchBackend())
 

@@ -65,9 +65,7 @@ def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, 
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_the_loss_of_a_masked_hybrid_agrees_before_and_after_its_switch(
-    step: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loss_of_a_masked_hybrid_agrees_before_and_after_its_switch(step: int, run: Path, tmp_path, capsys) -> None:
     """The loss in FP32 agrees with transformers, and differs from the one that the run recorded with its plan."""
     checkpoint = run / "checkpoints" / f"step_{step:08d}"
     found = validated(["--validation", str(checkpoint)], tmp_path)
@@ -93,9 +91,7 @@ def test_the_loss_of_a_transformer_agrees_with_joined_and_masked_documents(data:
     assert abs(ours["joined"]["web"] - ours["masked"]["web"]) > 1e-3  # masking matters
 
 
-def test_folders_are_judged_if_they_are_in_fp32(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_judged_if_they_are_in_fp32(data: list[str], tmp_path: Path, capsys) -> None:
     """The loss of a BF16 folder is only shown. An FP32 folder of another model differs, and gives exit code 4."""
     checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", data)
     rounded = folder_of(tmp_path / "rounded", checkpoint, torch.bfloat16)

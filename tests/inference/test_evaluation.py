@@ -75,9 +75,7 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_log_likelihoods_equal_those_of_lm_evals_own_class(
-    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_likelihoods_equal_those_of_lm_evals_own_class(name: str, folders: dict[str, Path], monkeypatch) -> None:
     """Requests are choices that share a context, a context that is too long, and whole texts."""
     from lm_eval.models.huggingface import HFLM  # importing it takes seconds
 
@@ -153,9 +151,7 @@ def test_a_model_that_cannot_be_loaded_does_not_lose_the_scores_of_others(
     assert set(json.loads(record.read_text())["models"]) == {"hybrid"}
 
 
-def test_shipped_tasks_run(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shipped_tasks_run(folders: dict[str, Path], tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tasks, "_items", lambda: tasks.make_items(corpus()))
     record = tmp_path / "scores.json"
     assert evaluate.main([str(folders["transformer"]), "--limit", "6", "--json", str(record)]) == 0

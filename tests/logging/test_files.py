@@ -37,9 +37,7 @@ def test_a_killed_process_loses_no_line_that_was_written(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_file_of_records_that_is_replaced_or_removed_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, replaced: bool
-) -> None:
+def test_a_file_of_records_that_is_replaced_or_removed_is_said_once(tmp_path: Path, caplog, replaced: bool) -> None:
     """An editor and rsync put a new file there, for example."""
     path = tmp_path / "records"
     file = RecordFile(path)
@@ -53,9 +51,7 @@ def test_a_file_of_records_that_is_replaced_or_removed_is_said_once(
     assert caplog.text.count("was replaced or removed while the run writes it") == 1
 
 
-def test_records_that_a_full_disk_refuses_are_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_that_a_full_disk_refuses_are_written_later(tmp_path: Path, monkeypatch, caplog) -> None:
     """The rest of a line that was written in part is written later too."""
     real, room = os.write, [1000]
 

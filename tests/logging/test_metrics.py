@@ -135,9 +135,7 @@ def test_texts_are_in_tensorboard_and_wandb(tmp_path: Path, use: Callable[..., F
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
 
 
-def test_tensorboard_gets_all_steps_after_its_disk_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensorboard_gets_all_steps_after_its_disk_has_failed(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     (tmp_path / "tensorboard").touch()  # no folder can be made there
     with writing(tmp_path, 1, tensorboard=True) as writer:
@@ -190,9 +188,7 @@ def test_if_wandb_hangs_or_stays_away_the_run_continues_and_loses_no_record(
     assert f"wandb: {message}" in caplog.text
 
 
-def test_a_run_keeps_its_id_at_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
-) -> None:
+def test_a_run_keeps_its_id_at_wandb(tmp_path: Path, monkeypatch, use: Callable[..., FakeWandb]) -> None:
     """A run that begins again from scratch gets a new id. A file with the id that cannot be read counts as none."""
     fake = use()
     write(tmp_path, 0, 2, wandb="online")
@@ -241,9 +237,7 @@ def test_a_run_log_records_its_start_steps_validation_stop_and_times(
     assert (last_validation(tmp_path, 3) or {})["loss"] == 7.0
 
 
-def test_all_wall_time_is_accounted_for_and_repeated_steps_count_as_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_wall_time_is_accounted_for_and_repeated_steps_count_as_lost(tmp_path: Path, monkeypatch) -> None:
     """A step takes one second and half a second of data wait; the first one of a start takes ten seconds."""
     path, clock = tmp_path / "metrics.jsonl", types.SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now

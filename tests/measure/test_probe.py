@@ -168,9 +168,7 @@ def test_padding_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "by Quartet II")])
-def test_statistics_of_a_sample_are_near_those_of_the_whole_tensor(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_of_a_sample_are_near_those_of_the_whole_tensor(recipe: Recipe, monkeypatch) -> None:
     whole = _measure(recipe)
     monkeypatch.setattr(samples, "LARGE", 128 * 128)  # x and W are larger, dy is not
     monkeypatch.setattr(samples, "SAMPLE", 128 * 128)

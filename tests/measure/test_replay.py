@@ -128,9 +128,7 @@ def test_a_replay_names_the_rank_and_the_first_difference(tp_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_difference_ends_the_run_before_the_update(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_ends_the_run_before_the_update(monkeypatch, tmp_path: Path, capsys) -> None:
     """One bit of a product in the second computation of step 3 is wrong."""
     # 6 linears with 3 products each; 4 micro-batches in a step; 2 more before steps 1 and 3 for the replays.
     spoil_at = 6 * 3 * (2 + 4 + 4 + 1) + 2

@@ -167,9 +167,7 @@ def saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
-def test_files_and_max_minutes_stop_and_save(
-    here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_max_minutes_stop_and_save(here: Callable[..., int], tmp_path: Path, monkeypatch) -> None:
     """A run that is stopped by a STOP file and by a limit of minutes has the losses of an undisturbed run."""
     (tmp_path / "STOP").touch()  # meant for an earlier run
     (tmp_path / "SAVE").touch()

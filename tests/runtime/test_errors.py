@@ -86,9 +86,7 @@ def test_the_first_rank_reports_an_error_or_the_only_rank_that_has_it(
         ({"RANK": "nonsense"}, True),
     ],
 )
-def test_who_reports_an_error_without_torchrun(
-    environment: dict[str, str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_reports_an_error_without_torchrun(environment: dict[str, str], says: bool, monkeypatch, capsys) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -100,9 +100,7 @@ def test_the_rank_that_failed_first_is_named_not_those_that_waited_for_it(tmp_pa
     assert "rank 2 (" not in found
 
 
-def test_a_hang_is_reported_once_with_its_stack(
-    mesh: ParallelMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_is_reported_once_with_its_stack(mesh: ParallelMesh, tmp_path: Path, capfd) -> None:
     """Of two ranks that see it, the first one reports it."""
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "rank_00005.json").write_text("of an earlier start")
@@ -215,9 +213,7 @@ def test_work_that_moves_has_no_end(ending: Ending, monkeypatch: pytest.MonkeyPa
     assert not ending.codes
 
 
-def test_a_save_beside_training_has_a_limit_that_is_shorter_while_training_waits(
-    ending: Ending, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_beside_training_has_a_limit_that_is_shorter_while_training_waits(ending: Ending, monkeypatch) -> None:
     monkeypatch.setattr(progress_module, "_STILL_BESIDE", 4.0)
     progress, begun, seconds = Progress(0.4), threading.Event(), list[float]()
 

@@ -80,9 +80,7 @@ def test_a_second_run_is_refused_and_told_which_process_runs(mesh: ParallelMesh,
     os.kill(int(child.read_text()), signal.SIGKILL)
 
 
-def test_folders_and_disks_that_fail(
-    mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_folders_and_disks_that_fail(mesh: ParallelMesh, tmp_path: Path, monkeypatch, caplog: Any) -> None:
     """An impossible folder is a refusal. A failing disk is a crash: schedulers start the run again, perhaps on other
     nodes. Without locks the run continues with a warning."""
     (tmp_path / "file").write_text("")

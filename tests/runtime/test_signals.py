@@ -18,9 +18,7 @@ from tests.programs import ROOT, wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_sets_a_flag_and_handlers_are_restored(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_sets_a_flag_and_handlers_are_restored(number: signal.Signals, monkeypatch) -> None:
     monkeypatch.setattr(signals, "SECOND_AFTER", math.inf)  # a second signal after that would end this process
     before, wakeup = signal.signal(number, signal.SIG_DFL), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
@@ -121,9 +119,7 @@ def test_a_worker_is_told_when_its_launcher_dies() -> None:
     assert launcher.stderr.read() == ""  # end-of-file: the worker has ended
 
 
-def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(tmp_path: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
     (tmp_path / "STOP").touch()  # meant for an earlier run
     with caplog.at_level(logging.WARNING):
@@ -153,9 +149,7 @@ def test_a_stop_file_that_was_made_while_a_job_waited_for_its_restart_is_obeyed(
     assert not (tmp_path / "STOP").exists()
 
 
-def test_a_folder_that_is_replaced_during_a_run_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_replaced_during_a_run_is_said_once(tmp_path: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -61,9 +61,7 @@ def test_a_second_run_in_a_process_tunes_as_the_first(tmp_path: Path) -> None:
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are not measured"
 
 
-def test_configurations_are_compiled_concurrently_before_they_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configurations_are_compiled_concurrently_before_they_are_timed(tmp_path: Path, monkeypatch) -> None:
     """Triton's AsyncCompileMode does that. Late sizes and known choices are not compiled ahead."""
     entered: list[int] = []
 

@@ -259,9 +259,7 @@ def test_with_fsdp_a_capture_may_fail_on_one_rank_only(which: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_reports_that_its_capture_failed(
-    mesh: ParallelMesh, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_rank_reports_that_its_capture_failed(mesh: ParallelMesh, rank: int, monkeypatch, capsys) -> None:
     monkeypatch.setattr(build, "why_eager", lambda *_: None)
     job, printed = Job(mesh), list[str]()
     monkeypatch.setattr(ParallelMesh, "rank", rank)

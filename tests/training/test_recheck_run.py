@@ -54,9 +54,7 @@ def test_a_fault_on_one_rank_is_known_to_all() -> None:
             assert fault.startswith("rank 1: dgrad_gradient: values differ in 1 of ")
 
 
-def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(monkeypatch, tmp_path: Path, capsys) -> None:
     """From the 121st product on, in the second step, all products are two percent too large."""
     calls, gemm = itertools.count(1), EmulatedBackend.gemm
 

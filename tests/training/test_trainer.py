@@ -67,9 +67,7 @@ def of_step(index: int) -> list[Any]:
     return [("before", index), "in", "out", ("after", index + 1, True)]
 
 
-def test_a_callback_is_called_in_order_and_its_state_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_is_called_in_order_and_its_state_is_resumed(tmp_path: Path, monkeypatch) -> None:
     composed, toys = pretrain.callbacks_of, list[Toy]()
 
     def with_toy(config: Config) -> list[Callback]:
