@@ -4,6 +4,7 @@ a program; and no modules import each other in a circle."""
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -83,6 +84,17 @@ def test_imports_go_down_only(room: str) -> None:
 def test_every_folder_is_listed() -> None:
     folders = {f"megatron_fp4/{path.parent.name}" for path in (ROOT / "megatron_fp4").glob("*/__init__.py")}
     assert folders | {"data", "models", "exchange", "inference", "analysis"} == BELOW.keys() - {SPINE}
+
+
+def test_the_map_of_contributing_is_this_order() -> None:
+    """What a room may import stands below it. megatron_fp4/training stands there twice, its upper part first."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2].split("```")[1]
+    names = re.findall(r"^(  )?(\w+)/ ", text, re.MULTILINE)
+    rooms = [f"megatron_fp4/{name}" if inside else name for inside, name in names]
+    rooms[rooms.index("megatron_fp4/training")] = SPINE
+    assert set(rooms) - {"configs", "scripts", "tests"} == BELOW.keys()
+    for room, below in BELOW.items():
+        assert below - {VERSION} <= set(rooms[rooms.index(room) + 1 :]), room
 
 
 def test_there_are_no_circular_imports() -> None:
