@@ -3,7 +3,7 @@ layouts in which serving engines read them.
 
 Training has FP32 masters, and fprop's GEMM multiplies with what the recipe makes of them: the master is rounded to the
 compute dtype, each group of output rows is padded to full blocks, there is one amax for the packed weight, and blocks
-are 16x16 or 1x16 (precision/linear.py, quantization/nvfp4.py). `trained_weight` does the same in one process. The
+are 16x16 or 1x16 (precision/operands.py, quantization/nvfp4.py). `trained_weight` does the same in one process. The
 result does not depend on the mesh that trained: blocks follow the model's own groups, and the amax is over all ranks.
 
 Serving formats store one block scale for 1x16 elements. A block scale of 16x16 elements is repeated for its 16 rows.
@@ -44,7 +44,7 @@ from data.provider import open_held_out
 from exchange.checkpoint import Checkpoint, load_model
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.precision.linear import LinearCall, LinearContext, Sharding
+from megatron_fp4.precision.operands import LinearCall, LinearContext, Sharding
 from megatron_fp4.precision.plan import Plan, PlannedLinear, PrecisionController, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
@@ -144,7 +144,7 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
     """The operand of fprop's GEMM for the FP32 master `weight` [out, in]: codes and scales in blocks of 1x16, in our
     row order, without padding. Raises ValueError for NaN or inf."""
     call = _call(weight, row, compute_dtype)
-    padded = call.pad_rows(call.weight).contiguous()
+    padded = call.padding.pad_weight(call.weight).contiguous()
     amax = padded.abs().amax().to(torch.float32)
     if not amax.isfinite():
         raise ValueError(f"{row.linear.name} has NaN or inf in its weight; give an earlier checkpoint")
@@ -153,7 +153,7 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
         encoded = row.recipe[FPROP_WEIGHT].encode(part.to(torch.float32), None, amax)
         codes.append(encoded.codes)
         scales.append(encoded.scales.view(torch.uint8))
-    own, stored = (call.unpad_rows(torch.cat(parts)).contiguous() for parts in (codes, scales))
+    own, stored = (call.padding.groups.unpadded(torch.cat(parts)).contiguous() for parts in (codes, scales))
     assert isinstance(encoded, NVFP4Tensor)
     stored, scale_max = stored.view(torch.float8_e4m3fn), encoded.scale_max
     return NVFP4Tensor(own, stored, (1, _BLOCK), amax=amax, scale_max=scale_max)
@@ -165,7 +165,7 @@ def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.d
     call = _call(weight, row, compute_dtype)
     operand, _ = call.weight_operands()
     assert operand.quantized and operand.scale is not None
-    return call.unpad_rows(operand.unpacked()).to(torch.float32), operand.scale
+    return call.padding.groups.unpadded(operand.unpacked()).to(torch.float32), operand.scale
 
 
 def _call(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> LinearCall:

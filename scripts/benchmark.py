@@ -39,7 +39,8 @@ from data.storage import default_cache_dir
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, end_process
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.errors import run_command

@@ -51,7 +51,8 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.console import markdown
 from megatron_fp4.precision.backend import Backend, first_line
-from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
     GEMMS,
     SLOTS,

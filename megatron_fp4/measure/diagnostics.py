@@ -51,7 +51,7 @@ from torch.nn import functional as F
 
 from megatron_fp4.precision.emulated import EMULATED, GemmOperand, shared_amax, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearCall, LinearContext, same_weight_codes
+from megatron_fp4.precision.operands import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -247,8 +247,8 @@ class ProbedCall:
         """Measure fprop, its operands, and dgrad's weight. y: [tokens, out], local."""
         call, x = self.call, self.x
         assert x is not None
-        weight = call.pad_rows(call.weight)
-        self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
+        weight = call.padding.pad_weight(call.weight)
+        self._operand(FPROP_ACTIVATION, call.padding.pad_tokens(x), x.numel())
         self._operand(FPROP_WEIGHT, weight, call.weight.numel())
         if call.recipe[DGRAD_WEIGHT].source == "codes" or same_weight_codes(call.recipe):
             self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
@@ -261,7 +261,7 @@ class ProbedCall:
         """Measure dgrad and wgrad, and drop x. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts."""
         call, x = self.call, self.x
         assert x is not None, "a second backward pass through one graph cannot be measured"
-        padded = call.pad(dy)
+        padded = call.padding.pad(dy)
         if dx is not None:
             self._operand(DGRAD_GRADIENT, padded, dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
@@ -270,7 +270,7 @@ class ProbedCall:
             if call.recipe[WGRAD_ACTIVATION].source == "codes":
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
-                source, unit = self._source(WGRAD_ACTIVATION, call.pad_tokens(x))
+                source, unit = self._source(WGRAD_ACTIVATION, call.padding.pad_tokens(x))
                 self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
             self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None
@@ -286,7 +286,7 @@ class ProbedCall:
         make, _ = call.backend.operands(x, call.place(slot.tensor, all_tokens=True), call.request(of), None)
         assert make is not None
         made = make()
-        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.derived`
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.from_fprop_operand`
 
     def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """Measure one operand. x: [rows, k] as the linear quantizes it, in units of `unit` (see `_source`); `count` of

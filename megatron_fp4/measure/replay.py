@@ -33,7 +33,7 @@ from megatron_fp4.measure.diagnosis import tensors_in
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearCall
+from megatron_fp4.precision.operands import LinearCall
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.providers import MicroBatch

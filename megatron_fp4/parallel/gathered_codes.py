@@ -26,7 +26,7 @@ FSDP2 calls `fsdp_pre_all_gather` of a parameter's local shard, gathers the tens
 `fsdp_post_all_gather`. Here these two are attributes that are set on the shard and deleted from it, not methods of a
 tensor subclass, so the optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape,
 dtype and gradient, but no memory: it is one NaN, expanded, so that reading it by mistake is noticed. The codes are
-attached to it, and the linear takes them from there (`precision/linear.py`).
+attached to it, and the linear takes them from there (`precision/operands.py`).
 
 In the same way, parameters that must never be rounded (Mamba-2's A, D, dt bias) are gathered in FP32 with their block.
 """

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
+from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.quantization.rounding import Span
 
 Collective = Callable[[Tensor, ParallelMesh], Tensor]

@@ -42,8 +42,8 @@ from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, shared_amax
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.messages import Pending
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.rng import StepState
@@ -302,13 +302,13 @@ class _PlannedTransformerEngine(_CountsProducts, TransformerEngineBackend):
         return along_columns, None if transposed is None else _native_operand(x, request.operand, amax, "rows")
 
     def gemm(
-        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """As Transformer Engine: a GEMM of codes reads them as they are, and adds to `total`."""
         if isinstance(a, GemmOperand):
-            return super().gemm(a, b, out_dtype, total, rows)  # type: ignore[no-any-return]
-        if rows is not None:
-            return added(self.gemm(a, b, out_dtype), total, rows)
+            return super().gemm(a, b, out_dtype, total, groups)  # type: ignore[no-any-return]
+        if groups is not None:
+            return added(self.gemm(a, b, out_dtype), total, groups)
         self.num_products += 1
         if total is not None:
             return total

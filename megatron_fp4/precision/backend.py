@@ -124,13 +124,13 @@ class RowGroups:
         return rows // self.kept * self.padded + rows % self.kept
 
 
-def added(product: Tensor, total: Tensor | None, rows: RowGroups | None) -> Tensor:
-    """The product [m, n] without the padding of `rows`, contiguous; if there is a `total`, added to it in place."""
+def added(product: Tensor, total: Tensor | None, groups: RowGroups | None) -> Tensor:
+    """The product [m, n] without the padding of `groups`, contiguous; if there is a `total`, added to it in place."""
     if total is None:
-        return product if rows is None else rows.unpadded(product)
-    if rows is None:
+        return product if groups is None else groups.unpadded(product)
+    if groups is None:
         return total.add_(product)
-    total.unflatten(0, (-1, rows.kept)).add_(rows.unpadded_view(product))
+    total.unflatten(0, (-1, groups.kept)).add_(groups.unpadded_view(product))
     return total
 
 
@@ -204,12 +204,12 @@ class Backend(ABC):
 
     @abstractmethod
     def gemm(
-        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
 
-        total: contiguous [m, n] in `out_dtype`; the product is added to it in place, and it is returned. rows: the row
-        groups of a; the product leaves their padding out (m counts the other rows) and is contiguous.
+        total: contiguous [m, n] in `out_dtype`; the product is added to it in place, and it is returned. groups: those
+        of a's rows; the product leaves their padding out (m counts the other rows) and is contiguous.
         """
 
 

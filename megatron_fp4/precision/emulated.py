@@ -67,7 +67,7 @@ class GemmOperand:
     quantized: bool = False
 
     def decoded(self) -> None:
-        """None: `unpacked()` values are compared."""
+        """None: this backend keeps values, not codes."""
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -192,14 +192,12 @@ def keeps_codes(device: torch.device) -> bool:
     return cuda.gpu.available(device)
 
 
-def packed_weight(
-    w: Tensor, place: Place, request: OperandRequest, group_rows: int, padded_group_rows: int
-) -> GemmOperand:
+def packed_weight(w: Tensor, place: Place, request: OperandRequest, groups: RowGroups) -> GemmOperand:
     """fprop's operand, as codes, of the weight `w` [out, in], which is BF16, or FP32 that counts as rounded to BF16.
 
-    request: of an operand that the backend `packs`. group_rows, padded_group_rows: as `RowBlocks` has them.
+    request: of an operand that the backend `packs`. groups: the groups of its rows, with their padding.
     """
-    blocks = RowBlocks(request.operand.format, group_rows, padded_group_rows, 0, w.shape[0])
+    blocks = RowBlocks(request.operand.format, groups.kept, groups.padded, 0, w.shape[0])
     maxima = block_maxima(w, blocks)
     amax = scale = None
     if blocks.format == "nvfp4":
@@ -265,23 +263,23 @@ class EmulatedBackend(Backend):
         b: GemmOperand,
         out_dtype: torch.dtype,
         total: Tensor | None = None,
-        rows: RowGroups | None = None,
+        groups: RowGroups | None = None,
     ) -> Tensor:
         """a b^T, multiplied by the tensor scales in FP32 before it is rounded to `out_dtype`. On a GPU, cuBLAS itself
-        adds to `total` and leaves out the padding of `rows`."""
+        adds to `total` and leaves out the padding of `groups`."""
         if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
-            return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
+            return added(matmul_fp8(a.values, b.values, out_dtype), total, groups)
         left, right = a.unpacked(), b.unpacked().t()
         if not a.quantized and not b.quantized and out_dtype == left.dtype:
-            return added(left @ right, total, rows)
+            return added(left @ right, total, groups)
         # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2) is the same factor up to a rounding in FP32.
         alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
         if cuda.gpu.multiplies(left) and left.dtype == right.dtype == torch.bfloat16:
-            if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
-                return gemm_cuda.scaled_matmul(left, right, alpha, out_dtype, total, rows)
+            if alpha is not None or (a.quantized and b.quantized) or total is not None or groups is not None:
+                return gemm_cuda.scaled_matmul(left, right, alpha, out_dtype, total, groups)
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
-        return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
+        return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, groups)
 
 
 EMULATED = EmulatedBackend()

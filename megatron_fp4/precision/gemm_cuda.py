@@ -46,33 +46,33 @@ def scaled_matmul(
     alpha: Tensor | None,
     out_dtype: torch.dtype,
     total: Tensor | None = None,
-    rows: RowGroups | None = None,
+    groups: RowGroups | None = None,
 ) -> Tensor:
     """alpha * (a b): BF16 [m, k] x [k, n] -> [m, n] in `out_dtype` (BF16 or FP32), accumulated in FP32.
 
     a, b: contiguous along one of their dimensions. alpha: FP32 0-dim on the device; None: 1. total: contiguous [m, n]
-    in `out_dtype`, to which the product is added in place. rows: the row groups of a; the product leaves their padding
+    in `out_dtype`, to which the product is added in place. groups: those of a's rows; the product leaves their padding
     out, and m counts the other rows. Raises RuntimeError if cuBLAS returns an error.
     """
-    if rows is not None and rows.kept % 8:  # computed with the padding
-        return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)
+    if groups is not None and groups.kept % 8:  # computed with the padding
+        return added(scaled_matmul(a, b, alpha, out_dtype), total, groups)
     left, right = _layout(a), _layout(b)
-    shape = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept, b.shape[1]
+    shape = a.shape[0] if groups is None else a.shape[0] // groups.padded * groups.kept, b.shape[1]
     out = a.new_empty(shape, dtype=out_dtype) if total is None else total
     assert out.shape == shape and out.is_contiguous() and out.dtype == out_dtype
-    cuda.gpu.call(_multiply, out, left, right, alpha, total is not None, rows)
+    cuda.gpu.call(_multiply, out, left, right, alpha, total is not None, groups)
     return out
 
 
 def _multiply(
-    out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, rows: RowGroups | None
+    out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, groups: RowGroups | None
 ) -> None:
     """Write the product into `out`, or add it if `accumulate`."""
     (a, op_a, stride_a), (b, op_b, stride_b), library = left, right, _cublas()
     if library is None or not a.numel() or not b.numel():
         product = torch.mm(a, b, out_dtype=torch.float32)
         product = (product if alpha is None else product.mul_(alpha)).to(out.dtype)
-        result = added(product, out if accumulate else None, rows)
+        result = added(product, out if accumulate else None, groups)
         if not accumulate:
             out.copy_(result)
         return
@@ -86,21 +86,21 @@ def _multiply(
     try:
         # PyTorch sets the math mode again each time that it uses the handle.
         _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
-        if rows is None:
+        if groups is None:
             status = library.cublasGemmEx(
                 handle, op_b, op_a, columns, num_rows, inner, factors[0],
                 b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
                 factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
         else:
-            group_stride = rows.padded * (stride_a if op_a == _OP_N else 1)
+            group_stride = groups.padded * (stride_a if op_a == _OP_N else 1)
             status = library.cublasGemmStridedBatchedEx(
-                handle, op_b, op_a, columns, rows.kept, inner, factors[0],
+                handle, op_b, op_a, columns, groups.kept, inner, factors[0],
                 b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, group_stride,
-                factors[1], out.data_ptr(), kind, columns, rows.kept * columns, num_rows // rows.padded,
+                factors[1], out.data_ptr(), kind, columns, groups.kept * columns, num_rows // groups.padded,
                 _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
-        _check(status, "cublasGemmEx" if rows is None else "cublasGemmStridedBatchedEx")
+        _check(status, "cublasGemmEx" if groups is None else "cublasGemmStridedBatchedEx")
     finally:
         library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
 

@@ -38,7 +38,7 @@ from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Recipe, recipe_fro
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend
-    from megatron_fp4.precision.linear import LinearContext
+    from megatron_fp4.precision.operands import LinearContext
     from megatron_fp4.precision.rng import StepState
 
 # A plan with a smaller share of its weights in 4 bits gives a warning.

@@ -161,11 +161,11 @@ class TorchBackend(Backend):
         return make_stored, lambda: make_once().transposed()
 
     def gemm(
-        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """a b^T: a GEMM of codes if both sides are quantized, else an ordinary one (support.py refuses mixtures)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return added(EMULATED.gemm(a, b, out_dtype), total, rows)
+            return added(EMULATED.gemm(a, b, out_dtype), total, groups)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
         product = scaled_mm(
@@ -179,7 +179,7 @@ class TorchBackend(Backend):
             swizzle_b=b.form.swizzle,
             output_dtype=out_dtype,
         )
-        return added(product, total, rows)
+        return added(product, total, groups)
 
 
 def _makers(

@@ -293,13 +293,13 @@ class TransformerEngineBackend(Backend):
         return lambda: self.quantize(x, place, as_stored, transposed)[as_stored is None]
 
     def gemm(
-        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """a b^T: native if both sides are quantized, else an ordinary GEMM (support.py refuses mixtures)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return EMULATED.gemm(a, b, out_dtype, total, rows)
-        if rows is not None:
-            return added(self.gemm(a, b, out_dtype), total, rows)
+            return EMULATED.gemm(a, b, out_dtype, total, groups)
+        if groups is not None:
+            return added(self.gemm(a, b, out_dtype), total, groups)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # general_gemm's A is our b, its B our a. The layout names A first. A: T if its dot product lies along stored
         # columns; B: N if so.

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups, first_line
 from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, rows_of, shared_amax
-from megatron_fp4.precision.linear import LinearCall, LinearContext, Sharding, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearCall, LinearContext, Sharding
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import (
     FPROP_WEIGHT,
@@ -361,7 +362,7 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
     groups = None
     if backend.accumulates:
         x, w, _ = sample_tensors(case, device)
-        groups = LinearCall(nearest, w, x).row_groups
+        groups = LinearCall(nearest, w, x).padding.row_groups
     yield from _product_comparisons(backend, recipe, made, gathered, groups)
     yield "NaN and inf", _poison_fault(backend, case, device)
 
@@ -373,7 +374,8 @@ def _product_comparisons(
     gathered: Mapping[OperandSlot, Any],
     groups: RowGroups | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """As `_comparisons`, for products. groups: the groups of output features, if they have padding."""
+    """Compare fprop, dgrad and wgrad of the backend's own operands with FP64. groups: those of output features, if they
+    have padding."""
     for name in (name for name, gemm in recipe.gemms.items() if gemm.quantized):
         slots = [slot for slot in SLOTS if slot.gemm == name]
         left, right = (made[slot] for slot in slots)
@@ -399,9 +401,7 @@ def _gathered_operands(
     if context.gathers_codes:
         x, w, _ = sample_tensors(case, device)
         call = LinearCall(context, w, x)
-        packed = packed_weight(
-            w, call.place("weight"), call.request(FPROP_WEIGHT), call.group_rows, call.padded_group_rows
-        )
+        packed = packed_weight(w, call.place("weight"), call.request(FPROP_WEIGHT), call.padding.groups)
         assert isinstance(packed.values, PackedWeight)
         codes = replace(packed.values, scale=packed.scale)
         yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(codes, context.recipe[FPROP_WEIGHT]), strict=True)
@@ -420,7 +420,7 @@ def makers_of(
 ) -> Iterator[tuple[OperandSlot, MakeOperand, tuple[Tensor, Place]]]:
     """For both operands of a tensor (name: as in `SLOTS_OF`): the slot, a function that makes it, and the rows [n, k]
     that it is made from, before the transform, with their place."""
-    for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
+    for slot, make in zip(SLOTS_OF[name], call.operand_makers(tensor, *SLOTS_OF[name]), strict=True):
         assert make is not None
         yield slot, make, rows_of(tensor, call.place(name), slot.transposed)
 
@@ -448,8 +448,8 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
 def padded_tensors(backend: Backend, case: Case, device: torch.device) -> dict[str, Tensor]:
     """The sample tensors as a linear pads them, by their names in `SLOTS_OF`."""
     x, w, dy = sample_tensors(case, device)
-    call = LinearCall(case.context(backend), w, x)
-    return {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
+    padding = LinearCall(case.context(backend), w, x).padding
+    return {"activation": padding.pad_tokens(x), "weight": padding.pad_weight(w), "gradient": padding.pad(dy)}
 
 
 def _poison_fault(backend: Backend, case: Case, device: torch.device) -> str:

@@ -46,7 +46,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import first_line
 from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearContext
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.training.providers import MicroBatch
 

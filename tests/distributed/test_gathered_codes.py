@@ -18,7 +18,7 @@ from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
-from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.operands import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend

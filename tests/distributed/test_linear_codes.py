@@ -20,7 +20,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
-from megatron_fp4.precision.linear import LinearCall
+from megatron_fp4.precision.operands import LinearCall
 from megatron_fp4.precision.recipe import Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend

@@ -10,7 +10,8 @@ from torch import Tensor
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.precision.emulated import GemmOperand
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.recipe import Recipe
 from tests.distributed.hybrid import operand, watched_gemms
 from tests.gpu import INTERPRETED

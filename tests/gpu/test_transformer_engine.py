@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.operands import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import BF16, SLOTS_OF, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import unsupported
@@ -156,7 +156,7 @@ def test_the_emulation_has_the_bits_of_te_nvfp4_reference(shape) -> None:
         columns, rows = SLOTS_OF[name]
         if recipe.gemms[rows.gemm].rht:
             check_transform(tensor.t().contiguous(), reference["transformed"])
-        makers = call.prepare(columns, rows, tensor)
+        makers = call.operand_makers(tensor, columns, rows)
         for source, transformed, suffix, amax, make, slot in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
             (tensor.t(), reference["transformed"], "_t", "global_amax_col", makers[1], rows),

@@ -16,7 +16,8 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
-from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.linear import LinearContext, Sharding, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.precision.rng import StepState

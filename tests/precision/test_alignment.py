@@ -25,7 +25,8 @@ from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.support import check_sizes, first_refusal

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,9 @@ import torch
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.rng import StepState, keyed_operands
+from megatron_fp4.quantization import hadamard, rounding
+from megatron_fp4.quantization.rounding import random_bits
 from tests.precision import reference as ref
 
 RECIPES = ref.RECIPES
@@ -150,6 +154,37 @@ def test_the_backward_pass_uses_the_step_and_micro_batch_of_its_forward_pass(rec
     again = ref.run(x, w, dy, context)
     assert torch.equal(again[0], expected[0])
     assert not torch.equal(again[1], expected[1]) and not torch.equal(again[2], expected[2])
+
+
+@pytest.mark.parametrize("recipe", [replace(ref.NVFP4, rht_signs="fresh"), ref.ALL_THE_WAY, ref.QUARTET2])
+def test_a_draw_depends_on_seed_step_micro_batch_linear_operand_and_element(recipe, monkeypatch):
+    """No two draws have the same bits."""
+    draws: dict[bytes, torch.Tensor] = {}  # both operands of a GEMM have the same signs
+
+    def recorded(*arguments):
+        bits = random_bits(*arguments)
+        draws[bits.numpy().tobytes()] = bits
+        return bits
+
+    for module in (rounding, hadamard):
+        monkeypatch.setattr(module, "random_bits", recorded)
+    size = 128 if recipe.wgrad.rht == 128 else 16
+    tensors = ref.tensors(size, size, size)
+    for seed, name in itertools.product((1, 2), "ab"):
+        context = replace(ref.context_of(recipe), name=name, step_state=StepState(seed))
+        for context.step_state.step, context.step_state.micro_batch in itertools.product(range(2), range(2)):
+            ref.run(*tensors, context)
+    assert len(draws) == 2 * 2 * 2 * 2 * len(keyed_operands({"a": recipe}))
+    bits = torch.cat([each.flatten() for each in draws.values()])
+    assert len(bits.unique()) == len(bits)
+
+
+@pytest.mark.parametrize("name", ["nvfp4, every transform", "nvfp4, transforms of 16", "nvfp4, codes quantized again"])
+def test_every_micro_batch_has_signs_of_its_own_also_for_weights(name):
+    context, tensors = ref.context_of(replace(RECIPES[name], rht_signs="fresh")), ref.tensors(128, 128, 128)
+    for context.step_state.micro_batch in range(2):
+        for mine, theirs in zip(ref.run(*tensors, context), ref.specified(*tensors, context), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name, groups", [("nvfp4", 1), ("nvfp4", 3), ("mxfp4, square weights", 3)])

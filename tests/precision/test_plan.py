@@ -13,7 +13,7 @@ from megatron_fp4.config.precision_schema import (
 )
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.logging.console import plan_table
-from megatron_fp4.precision.linear import LinearContext
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState

@@ -15,7 +15,8 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.recipe import DGRAD_GRADIENT, SLOTS, WGRAD_GRADIENT, Operand, OperandSlot
 from megatron_fp4.precision.verify import (
     Case,

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.dry_run import AllocatingGPU, planned_gpu
-from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend import OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EMULATED, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as SCALED_MM_FORMATS
@@ -106,7 +106,7 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
                             maker()
         for name in ("nvfp4", "mxfp4"):
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
-            assert packed_weight(x, WHOLE, request, 128, 128).unpacked().shape == (128, 128)
+            assert packed_weight(x, WHOLE, request, RowGroups(128, 128)).unpacked().shape == (128, 128)
         for kernel, arguments, constants in started:
             parameters, constant_names = known[kernel.name]
             assert len(arguments) == len(parameters), kernel

@@ -1,0 +1,392 @@
+"""What a linear quantizes, and how: its operands, from its recipe, its backend and its place in the mesh.
+
+Each of the tensors x [tokens, in], W [out, in] and dy [tokens, out] is an operand of two GEMMs: as it is stored, with
+the dot product along its columns, and transposed. An operand is made from the tensor, or derived from the tensor's
+operand in fprop; for the backward pass it is kept, or made again from what is kept. `linear.py` says when each is made.
+
+Tokens are padded with zeros to the multiple that the kernels require (`backend.Alignment`). So are output features,
+which consist of `num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that
+block boundaries depend on the model alone, not on how many ranks share the weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_fp4.precision import emulated
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.emulated import EMULATED, codes_of
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.messages import start_all_gather
+from megatron_fp4.precision.recipe import (
+    BF16,
+    DGRAD_GRADIENT,
+    DGRAD_WEIGHT,
+    FPROP_ACTIVATION,
+    FPROP_WEIGHT,
+    SLOTS_OF,
+    WGRAD_ACTIVATION,
+    WGRAD_GRADIENT,
+    OperandSlot,
+    Recipe,
+)
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.quantization.rounding import ALL, Place, RoundingKey, Span, rounding_key
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ranks share one linear.
+
+    inputs, outputs: this rank's features in the global tensors.
+    num_groups: equal groups of the local output features, each padded to complete blocks.
+    keep_padding: y and dy keep the padding of each group, which the caller skips, so it is not removed and added again.
+    in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
+        all tokens.
+    """
+
+    inputs: Span = ALL
+    outputs: Span = ALL
+    num_groups: int = 1
+    keep_padding: bool = False
+    in_tokens: ProcessGroup | None = None
+    out_tokens: ProcessGroup | None = None
+
+
+@dataclass
+class LinearContext:
+    """The recipe, backend and place in the mesh of one linear.
+
+    name, recipe, step_state, backend: set by the run's controller (plan.py).
+    sharding: set by its layer.
+    keeps_input: keep x itself for the backward pass and make wgrad's operand there, with the same bits: for linears
+        whose input is kept anyway, or recomputed. If False, wgrad's operand is kept.
+    weight_cache: (the state that it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
+    keeps_rounded: whether `weight_cache` may keep a weight that is only rounded; this requires a StepState that
+        advances when weights change.
+    probe: the linear calls its `forward(call, x, y)` with x [tokens, in] and the local y [tokens, out]. If that returns
+        an object, the linear calls its `backward(dy, dx, dw)` with the local parts; None: not needed. A probe with
+        `reads_weights = False` never reads a call's weight. (measure/diagnostics.py)
+    watcher: gets the backend's operands and products, and returns them unchanged. (verify.Recheck)
+    """
+
+    name: str = ""
+    recipe: Recipe = BF16
+    step_state: StepState = field(default_factory=lambda: StepState(seed=0))
+    backend: Backend = EMULATED
+    sharding: Sharding = Sharding()
+    keeps_input: bool = False
+    weight_cache: tuple[Any, Any, Any] | None = None
+    keeps_rounded: bool = True
+    probe: Any = None
+    watcher: Any = None
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether FSDP can gather the weight as codes, and nothing needs its values."""
+        probe_reads = self.probe is not None and getattr(self.probe, "reads_weights", True)
+        packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
+        return packs and self.watcher is None and not probe_reads
+
+    def place(self, tensor: str, tokens: Span = ALL, groups: RowGroups | None = None) -> Place:
+        """Where this rank's part of `activation` [tokens, in], `weight` [out, in] or `gradient` [tokens, out] lies.
+
+        tokens: those that are here. groups: how output features are padded; None: not at all. With the recipe's amax
+        `shard`, ranks that share features do not share a maximum.
+        """
+        inputs, outputs = self.sharding.inputs, self.sharding.outputs
+        if groups is not None:
+            outputs = replace(outputs, at=groups.padded_indices(outputs.at))
+        if self.recipe.amax != "global":
+            inputs, outputs = replace(inputs, ranks=None), replace(outputs, ranks=None)
+        dims = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
+        return Place(*dims[tensor])
+
+    def key(self, step: int, micro_batch: int, operand: str) -> RoundingKey:
+        """The key for one operand's draws."""
+        key, keys = rounding_key(self.step_state.seed, step, micro_batch, self.name, operand), self.step_state.keys
+        return key if keys is None else keys.of(self.name, operand, key)
+
+
+def same_weight_codes(recipe: Recipe) -> bool:
+    """Whether dgrad's weight has fprop's codes, transposed, or both are not quantized."""
+    operand = recipe[FPROP_WEIGHT]
+    plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+    square = operand.block[0] == operand.block[1] or not operand.quantized
+    return operand == recipe[DGRAD_WEIGHT] and plain and square
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The tokens and output features of a linear on this rank, and the zeros that its GEMMs need after them.
+
+    tokens, padded_tokens: those of all slices. num_groups, groups: the groups of output features and their padding.
+    """
+
+    tokens: int
+    padded_tokens: int
+    num_groups: int
+    groups: RowGroups
+
+    @property
+    def row_groups(self) -> RowGroups | None:
+        """The groups of a weight's rows; None: they have no padding."""
+        return None if self.groups.padded == self.groups.kept else self.groups
+
+    def pad_tokens(self, x: Tensor) -> Tensor:
+        """[tokens, features] with padded tokens."""
+        extra = self.padded_tokens - self.tokens
+        return pad(x, (0, 0, 0, extra)) if extra else x
+
+    def unpad_tokens(self, x: Tensor) -> Tensor:
+        return x[: self.tokens] if self.padded_tokens != self.tokens else x
+
+    def pad_outputs(self, y: Tensor) -> Tensor:
+        """[tokens, out] with padded groups of output features; y may have the padding already."""
+        extra = self.groups.padded - self.groups.kept
+        if not extra or y.shape[-1] == self.num_groups * self.groups.padded:
+            return y
+        return pad(y.unflatten(-1, (-1, self.groups.kept)), (0, extra)).flatten(-2)
+
+    def unpad_outputs(self, y: Tensor) -> Tensor:
+        """[tokens, out] without the padding of groups."""
+        if y.shape[-1] == self.num_groups * self.groups.kept:
+            return y
+        return y.unflatten(-1, (-1, self.groups.padded))[..., : self.groups.kept].flatten(-2)
+
+    def pad_weight(self, w: Tensor) -> Tensor:
+        """[out, in] with padded groups of output features."""
+        return self.pad_outputs(w.t()).t()
+
+    def pad(self, dy: Tensor) -> Tensor:
+        """[tokens, out] with padded tokens and padded groups of output features."""
+        return self.pad_tokens(self.pad_outputs(dy))
+
+
+class LinearCall:
+    """One forward pass of one linear and its backward pass: its position in the run, and how the recipe turns each
+    tensor into operands.
+
+    weight: parameter [out, in]. x: [tokens, in], with `in_tokens` this rank's slice; only its shape, dtype and device
+    are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens. slices:
+    those whose slices are quantized before they are gathered.
+    """
+
+    def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
+        self.context, self.recipe, self.backend = context, context.recipe, context.backend
+        self.step, self.micro_batch = context.step_state.step, context.step_state.micro_batch
+        self.device, self.dtype = x.device, x.dtype
+        self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.rounding = rounding_of(weight)
+        self.weight_codes = codes_of(weight)  # if FSDP gathered codes, the master has no values
+        sharding, self.alignment = context.sharding, self.backend.alignment(self.recipe)
+        tokens = x.shape[0] * (1 if sharding.in_tokens is None else sharding.in_tokens.size())
+        outputs, num_groups = self.master.shape[0] // sharding.num_groups, sharding.num_groups
+        groups = RowGroups(self.alignment.padded_group(outputs, num_groups), outputs)
+        self.padding = Padding(tokens, self.alignment.padded_tokens(tokens), num_groups, groups)
+        of_tensors = {"activation": sharding.in_tokens, "gradient": sharding.out_tokens}
+        self.token_groups = {tensor: group for tensor, group in of_tensors.items() if group is not None}
+        sends = self.sends_operands
+        self.slices = {tensor: group for tensor, group in self.token_groups.items() if sends(tensor, group)}
+
+    # ------------------------------------------------------------------------------------------- activation, gradient
+
+    def activation_operands(self, x: Tensor, needs_wgrad: bool) -> tuple[MakeOperand, MakeOperand | None]:
+        """Functions that make fprop's operand of x [tokens, in] and the operand that is kept for the backward pass
+        (None: x itself is kept, or nothing). Call them in this order."""
+        source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
+        wgrad = WGRAD_ACTIVATION if keeps and source == "tensor" else None
+        x = self.padding.pad_tokens(self.tokens_to_quantize(x, "activation"))
+        keep_fprop = keeps and source == "forward"
+        make_fprop, make_wgrad = self.operand_makers(x, FPROP_ACTIVATION, wgrad, keep_fprop, True)
+        assert make_fprop is not None
+        if keeps and source != "tensor":
+            make_fprop = make_wgrad = functools.cache(make_fprop)
+        return make_fprop, make_wgrad
+
+    def wgrad_activation(self, kept: Tensor | BackendOperand | None) -> MakeOperand | None:
+        """A function that makes wgrad's operand from what the forward pass kept: x, fprop's operand, or wgrad's."""
+        if kept is None:
+            return None
+        from_fprop = self.recipe[WGRAD_ACTIVATION].source != "tensor"
+        if not isinstance(kept, Tensor):
+            return (lambda: self.from_fprop_operand(kept, WGRAD_ACTIVATION)()) if from_fprop else (lambda: kept)
+        x = self.padding.pad_tokens(self.tokens_to_quantize(kept, "activation"))
+        if not from_fprop:
+            return self.operand_makers(x, None, WGRAD_ACTIVATION)[1]
+        make_fprop, _ = self.operand_makers(x, FPROP_ACTIVATION, None)
+        assert make_fprop is not None
+        return self.from_fprop_operand(make_fprop(), WGRAD_ACTIVATION)
+
+    def gradient_operands(
+        self, dy: Tensor, needs_dgrad: bool, needs_wgrad: bool
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """Functions that make dgrad's and wgrad's operand of dy [tokens, out]; None: not needed."""
+        slots = DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None
+        return self.operand_makers(self.padding.pad(self.tokens_to_quantize(dy, "gradient")), *slots)
+
+    def sends_operands(self, tensor: str, group: ProcessGroup) -> bool:
+        """Whether the ranks of `group` gather operands of slices of a tensor, and not the tensor itself. dy needs both
+        operands at once, and only in 4 bits are they fewer bytes than dy; x needs one operand per pass."""
+        if self.padding.tokens % (group.size() * self.alignment.tokens):  # a slice has incomplete blocks or padding
+            return False
+        if tensor == "activation":
+            return self.recipe[WGRAD_ACTIVATION].source != "codes"
+        operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
+        # MS-EDEN's kernel makes values, not codes, along the columns.
+        return all(operand.in_4_bits for operand in operands) and operands[0].rounding != "ms_eden"
+
+    def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
+        """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes: its slice, or all."""
+        return x if tensor in self.slices else self.all_tokens(x, tensor)
+
+    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
+        """All tokens of x or dy; gathered if this rank holds a slice."""
+        group = self.token_groups.get(tensor)
+        return x if group is None else start_all_gather(x, group, async_op=False).wait()
+
+    # --------------------------------------------------------------------------------------------------------- weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The local part in the compute dtype, [out, in]."""
+        return self.master.to(self.dtype)
+
+    def weight_operands(self) -> tuple[Any, Any]:
+        """The weight as fprop's operand and as `dgrad_weight` takes it; kept for all micro-batches of a step."""
+        context = self.context
+        stamp = (context.step_state.weights_version, self.dtype, self.device)
+        if context.weight_cache is None or context.weight_cache[0] != stamp:
+            fprop, dgrad, keeps = self._weight_operands()
+            if not keeps:
+                return fprop, dgrad
+            context.weight_cache = (stamp, fprop, dgrad)
+        return context.weight_cache[1:]
+
+    def _weight_operands(self) -> tuple[Any, Any, bool]:
+        """Both results of `weight_operands`, and whether they can be kept for a step."""
+        if self.weight_codes is not None:
+            fprop, dgrad = self.backend.weight_of_codes(self.weight_codes, self.recipe[FPROP_WEIGHT])
+            # FSDP's own tensors are not kept here: it frees them.
+            return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
+        reuse = self.backend.transposes and same_weight_codes(self.recipe)
+        as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
+        if as_codes and self.dtype == torch.bfloat16:
+            request = self.request(FPROP_WEIGHT)
+            # The codes are kept without padding; unpacking adds it.
+            place, groups = self.place("weight"), self.padding.groups
+            make_packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, place, request, groups)
+            if (watcher := self.context.watcher) is not None:
+                padded = self.padding.pad_weight(self.master)
+                make_packed = functools.partial(watcher.operand, make_packed, padded, place, request)
+            fprop = make_packed()
+            return fprop, fprop.transposed(), True
+        in_backward = self._makes_dgrad_weight_in_backward
+        from_fprop = reuse or self.recipe[DGRAD_WEIGHT].source != "tensor"
+        slots = FPROP_WEIGHT, None if from_fprop else DGRAD_WEIGHT
+        make_fprop, make_dgrad = self.operand_makers(self.padding.pad_weight(self.master), *slots, in_backward)
+        assert make_fprop is not None
+        dgrad = fprop = make_fprop()
+        if not in_backward:
+            dgrad = (self.from_fprop_operand(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
+        # An operand that is not quantized is FSDP's gathered copy, which must not be kept, or a rounded master weight.
+        rounded = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        copied = (fprop.quantized and dgrad.quantized) or (rounded and self.context.keeps_rounded)
+        same = self._same_all_step(FPROP_WEIGHT) and (in_backward or self._same_all_step(DGRAD_WEIGHT))
+        return fprop, dgrad, copied and same
+
+    @property
+    def _makes_dgrad_weight_in_backward(self) -> bool:
+        """Whether every backward pass makes dgrad's weight from fprop's codes, because its draws or signs change."""
+        return self.recipe[DGRAD_WEIGHT].source == "forward" and not self._same_all_step(DGRAD_WEIGHT)
+
+    def dgrad_weight(self, operand: Any) -> Any:
+        """dgrad's operand in the backward pass. operand: the second result of `weight_operands`."""
+        return self.from_fprop_operand(operand, DGRAD_WEIGHT)() if self._makes_dgrad_weight_in_backward else operand
+
+    def _same_all_step(self, slot: OperandSlot) -> bool:
+        """Whether the weight's operand at `slot` is the same for every micro-batch of a step."""
+        fresh_signs = self.recipe.gemms[slot.gemm].rht and self.recipe.rht_signs == "fresh"
+        return not self.recipe[slot].drawn and not fresh_signs
+
+    # ----------------------------------------------------------------------------------------------------- any tensor
+
+    def operand_makers(
+        self,
+        x: Tensor,
+        as_stored: OperandSlot | None,
+        transposed: OperandSlot | None,
+        keep_stored: bool = False,
+        keep_transposed: bool = False,
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """Functions that make the recipe's operand `as_stored` from `x` and its operand `transposed` from x^T.
+
+        x: all tokens, or this rank's slice of a tensor in `slices`. keep_stored, keep_transposed: whether the operand
+        is kept for the backward pass.
+        """
+        slot = as_stored or transposed
+        if slot is None:
+            return None, None
+        place, watcher = self.place(slot.tensor), self.context.watcher
+        stored = None if as_stored is None else self.request(as_stored, keep_stored)
+        across = None if transposed is None else self.request(transposed, keep_transposed)
+        make_stored, make_across = self.backend.operands(x, place, stored, across)
+        if watcher is None:
+            return make_stored, make_across
+        return (
+            make_stored and functools.partial(watcher.operand, make_stored, x, place, stored),
+            make_across and functools.partial(watcher.operand, make_across, x.t(), place.t(), across),
+        )
+
+    def from_fprop_operand(self, operand: Any, slot: OperandSlot) -> MakeOperand:
+        """A function that makes the operand at `slot` from the tensor's operand in fprop: it transposes the codes,
+        or with the source `forward` quantizes their transposed `code * block scale` and multiplies tensor scales."""
+        if self.recipe[slot].source != "forward":
+            assert self.backend.transposes, f"operands of the backend {self.backend.name} cannot be transposed"
+            return operand.transposed  # type: ignore[no-any-return]
+        _, make = self.operand_makers(operand.unpacked().to(torch.bfloat16), None, slot)
+        assert make is not None
+
+        def make_scaled() -> Any:
+            made, fprop_scale = make(), operand.scale
+            if fprop_scale is None:
+                return made
+            return replace(made, scale=fprop_scale if made.scale is None else made.scale * fprop_scale)
+
+        return make_scaled
+
+    def place(self, tensor: str, all_tokens: bool = False) -> Place:
+        """Where the padded part of a tensor that this rank quantizes lies: its slice of the tokens, or all."""
+        tokens, group = ALL, None if all_tokens else self.slices.get(tensor)
+        if group is not None:
+            tokens = Span(group.rank() * (self.padding.tokens // group.size()), group)
+        return self.context.place(tensor, tokens, self.padding.groups)
+
+    def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
+        """The request to the backend for `slot`. keep: whether the operand is kept for the backward pass."""
+        rht, signs_key = self.recipe.gemms[slot.gemm].rht, None
+        if rht and self.recipe.rht_signs == "fresh":
+            signs_key = self.context.key(self.step, self.micro_batch, f"{slot.gemm}_signs")
+        return OperandRequest(
+            self.recipe[slot],
+            rht,
+            signs=self.recipe.rht_signs,
+            key=self.rounding_key_of(slot),
+            signs_key=signs_key,
+            slot=slot,
+            dtype=self.dtype,
+            keep=keep or slot.tensor in self.slices,
+        )
+
+    def rounding_key_of(self, slot: OperandSlot) -> RoundingKey | None:
+        """The key for an operand's draws; None: it has none."""
+        return self.context.key(self.step, self.micro_batch, slot.name) if self.recipe[slot].drawn else None
