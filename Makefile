@@ -1,3 +1,4 @@
+# make help    these lines
 # make setup   install everything into .venv, tests and their packages included
 # make train   train the tiny model in NVFP4 on this machine   (make train ARGS="model=hybrid_60m train.steps=1000")
 # make test    lint, types, tests
@@ -21,7 +22,10 @@ SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) an
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
 SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
 
-.PHONY: setup train test all-tests test-fast test-kernels test-gpu lint format
+.PHONY: help setup train test all-tests test-fast test-kernels test-gpu lint format
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
 setup: $(VENV)/.installed
 

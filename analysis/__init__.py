@@ -4,6 +4,4 @@ try:
     import pandas  # noqa: F401
     import scipy  # noqa: F401
 except ImportError as _error:
-    raise ImportError(
-        f'comparing runs needs pandas and scipy ({_error}); pip install "megatron_fp4[analysis]"'
-    ) from None
+    raise ImportError(f'comparing runs needs pandas and scipy ({_error}); pip install -e ".[analysis]"') from None

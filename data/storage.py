@@ -282,7 +282,7 @@ def url_problem(url: str) -> str | None:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        remedy = "pip install 'megatron_fp4[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
+        remedy = "pip install -e '.[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
         return f"a package for {protocol}:// is missing ({error}); {remedy}"
     except ValueError:
         return f"fsspec does not know the protocol {protocol}://; give s3://, gs:// or a path"

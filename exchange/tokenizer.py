@@ -255,7 +255,7 @@ def _converted(tokenizer: TextTokenizer) -> str:
         # Not `import ... as`, because the package may also have a function with this name.
         convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
-        raise refusal(f'needs transformers ({error}): pip install "megatron_fp4[hf]"') from error
+        raise refusal(f'needs transformers ({error}): pip install -e ".[hf]"') from error
     with tempfile.TemporaryDirectory() as folder:
         try:
             if isinstance(tokenizer, TiktokenTokenizer):

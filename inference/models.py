@@ -22,7 +22,7 @@ from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import MANIFEST, check_plain, step_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4[eval]"'
+MISSING = 'lm-eval and transformers are not installed: pip install -e ".[eval]"'
 BATCH_TOKENS = 8192
 # FP32 elements of logits at a time: 256 MB.
 _LOGITS = 1 << 26

@@ -16,7 +16,7 @@ transformers, from each MODEL (default: an FP32 export). A folder with the FP32 
 others the difference is shown.
 
 Exit codes: 0 done; 2 wrong arguments, models or tasks; 4 the losses of an FP32 folder differ from the framework's.
-Needs pip install "megatron_fp4[eval]".
+Needs pip install -e ".[eval]".
 """
 
 from __future__ import annotations
