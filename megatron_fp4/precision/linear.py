@@ -76,7 +76,9 @@ class _QuantizedLinear(torch.autograd.Function):
             kept = make_kept()  # while fprop's codes are gathered
         y = call.padding.unpad_tokens(_product(call, "fprop", receive_x(), w_fprop, call.dtype))
         y = y if context.sharding.keep_padding else call.padding.unpad_outputs(y)
-        ctx.observed = _observe(call, x, y)
+        ctx.observed = None
+        if (probe := context.probe) is not None:
+            ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
         if (group := context.sharding.out_tokens) is not None:
             scattered = start_reduce_scatter(y, group, async_op=overlaps)
         if make_kept is not None and kept is None:
@@ -101,7 +103,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if receive_wgrad is not None:
             x_wgrad = receive_x()
             dw = _weight_gradient(ctx, receive_wgrad(), x_wgrad)
-        _observe_backward(ctx, dy, dx, dw)
+        if ctx.observed is not None:
+            ctx.observed.backward(call.padding.unpad_outputs(call.all_tokens(dy, "gradient")), dx, dw)
         return dx if scattered is None else scattered.wait(), dw, None, None
 
 
@@ -157,17 +160,3 @@ def _saved(ctx: Any) -> tuple[Any, Any]:
     operands = [rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild)]
     w_dgrad, *kept = operands + list(tensors[3 * len(operands) :])
     return w_dgrad, kept[0] if kept else None
-
-
-def _observe(call: LinearCall, x: Tensor, y: Tensor) -> Any:
-    """Pass x and y to the probe; returns the object that observes the backward pass, or None."""
-    probe = call.context.probe
-    if probe is None:
-        return None
-    return probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
-
-
-def _observe_backward(ctx: Any, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-    """Pass the gradients to the object that `_observe` returned."""
-    if ctx.observed is not None:
-        ctx.observed.backward(ctx.call.padding.unpad_outputs(ctx.call.all_tokens(dy, "gradient")), dx, dw)

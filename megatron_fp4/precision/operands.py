@@ -177,8 +177,8 @@ class LinearCall:
     tensor into operands.
 
     weight: parameter [out, in]. x: [tokens, in], with `in_tokens` this rank's slice; only its shape, dtype and device
-    are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens. slices:
-    those whose slices are quantized before they are gathered.
+    are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens, or None.
+    slices: those whose slices are quantized before they are gathered.
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
@@ -193,10 +193,9 @@ class LinearCall:
         outputs, num_groups = self.master.shape[0] // sharding.num_groups, sharding.num_groups
         groups = RowGroups(self.alignment.padded_group(outputs, num_groups), outputs)
         self.padding = Padding(tokens, self.alignment.padded_tokens(tokens), num_groups, groups)
-        of_tensors = {"activation": sharding.in_tokens, "gradient": sharding.out_tokens}
-        self.token_groups = {tensor: group for tensor, group in of_tensors.items() if group is not None}
-        sends = self.sends_operands
-        self.slices = {tensor: group for tensor, group in self.token_groups.items() if sends(tensor, group)}
+        self.token_groups = {"activation": sharding.in_tokens, "gradient": sharding.out_tokens}
+        groups_of = self.token_groups.items()
+        self.slices = {name: ranks for name, ranks in groups_of if ranks and self.sends_operands(name, ranks)}
 
     # ------------------------------------------------------------------------------------------- activation, gradient
 
@@ -206,8 +205,8 @@ class LinearCall:
         source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
         wgrad = WGRAD_ACTIVATION if keeps and source == "tensor" else None
         x = self.padding.pad_tokens(self.tokens_to_quantize(x, "activation"))
-        keep_fprop = keeps and source == "forward"
-        make_fprop, make_wgrad = self.operand_makers(x, FPROP_ACTIVATION, wgrad, keep_fprop, True)
+        keep = keeps and source == "forward", True
+        make_fprop, make_wgrad = self.operand_makers(x, FPROP_ACTIVATION, wgrad, keep)
         assert make_fprop is not None
         if keeps and source != "tensor":
             make_fprop = make_wgrad = functools.cache(make_fprop)
@@ -251,7 +250,7 @@ class LinearCall:
 
     def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
         """All tokens of x or dy; gathered if this rank holds a slice."""
-        group = self.token_groups.get(tensor)
+        group = self.token_groups[tensor]
         return x if group is None else start_all_gather(x, group, async_op=False).wait()
 
     # --------------------------------------------------------------------------------------------------------- weight
@@ -293,7 +292,7 @@ class LinearCall:
         in_backward = self._makes_dgrad_weight_in_backward
         from_fprop = reuse or self.recipe[DGRAD_WEIGHT].source != "tensor"
         slots = FPROP_WEIGHT, None if from_fprop else DGRAD_WEIGHT
-        make_fprop, make_dgrad = self.operand_makers(self.padding.pad_weight(self.master), *slots, in_backward)
+        make_fprop, make_dgrad = self.operand_makers(self.padding.pad_weight(self.master), *slots, (in_backward, False))
         assert make_fprop is not None
         dgrad = fprop = make_fprop()
         if not in_backward:
@@ -325,20 +324,18 @@ class LinearCall:
         x: Tensor,
         as_stored: OperandSlot | None,
         transposed: OperandSlot | None,
-        keep_stored: bool = False,
-        keep_transposed: bool = False,
+        keep: tuple[bool, bool] = (False, False),
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Functions that make the recipe's operand `as_stored` from `x` and its operand `transposed` from x^T.
 
-        x: all tokens, or this rank's slice of a tensor in `slices`. keep_stored, keep_transposed: whether the operand
-        is kept for the backward pass.
+        x: all tokens, or this rank's slice of a tensor in `slices`. keep: whether each is kept for the backward pass.
         """
         slot = as_stored or transposed
         if slot is None:
             return None, None
         place, watcher = self.place(slot.tensor), self.context.watcher
-        stored = None if as_stored is None else self.request(as_stored, keep_stored)
-        across = None if transposed is None else self.request(transposed, keep_transposed)
+        stored = None if as_stored is None else self.request(as_stored, keep[0])
+        across = None if transposed is None else self.request(transposed, keep[1])
         make_stored, make_across = self.backend.operands(x, place, stored, across)
         if watcher is None:
             return make_stored, make_across
