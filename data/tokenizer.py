@@ -79,6 +79,11 @@ class TextTokenizer(ABC):
         self.bos_id = None if bos_token is None else self.id_of(bos_token)
 
     @property
+    def ids_before(self) -> list[int]:
+        """The ids before the text of every document of the data: that of bos_token, or none."""
+        return [] if self.bos_id is None else [self.bos_id]
+
+    @property
     def document_tokens(self) -> dict[str, dict[str, Any] | None]:
         """The tokens that end ("eod") and begin ("bos") a document, as in the `.json` of a dataset."""
         bos = None if self.bos_token is None else {"token": self.bos_token, "id": self.bos_id}

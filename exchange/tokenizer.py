@@ -174,8 +174,7 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int, read: Read =
 
 def _with_begin(content: str, tokenizer: TextTokenizer) -> str:
     """A tokenizer.json that puts the token before a text that begins every document of the data, and no others."""
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    if Tokenizer.from_str(content).encode("").ids == before:
+    if Tokenizer.from_str(content).encode("").ids == tokenizer.ids_before:
         return content
     settings, bos = json.loads(content), tokenizer.bos_token
     if bos is None:
@@ -205,22 +204,22 @@ def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequen
     logging.set_verbosity_error()
     check_plain(folder)
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        auto = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = " ".join(str(error).split())
         raise ValueError(f"transformers cannot open {tokenizer.name} as exported ({reason}); {_WITHOUT}") from error
-    special = found.all_special_tokens
+    special = auto.all_special_tokens
     compared = [text for text in (*_PROBES, *texts) if not any(token in text for token in special)]
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for text, ids in zip(compared, tokenizer.encode_batch(compared), strict=True):
-        if (theirs := found(text)["input_ids"]) != before + ids:
+        ours, theirs = tokenizer.ids_before + ids, auto(text)["input_ids"]
+        if theirs != ours:
             raise ValueError(
                 f"AutoTokenizer of the exported folder gives {str(theirs[:8])[:-1]} ...] for {text!r:.40} and the data "
-                f"has {str((before + ids)[:8])[:-1]} ...], by {tokenizer.name}; {_WITHOUT}"
+                f"has {str(ours[:8])[:-1]} ...], by {tokenizer.name}; {_WITHOUT}"
             )
-    if found.eos_token_id != tokenizer.eod_id:
+    if auto.eos_token_id != tokenizer.eod_id:
         raise ValueError(
-            f"AutoTokenizer of the exported folder ends texts with the id {found.eos_token_id} and the data with "
+            f"AutoTokenizer of the exported folder ends texts with the id {auto.eos_token_id} and the data with "
             f"{tokenizer.eod_id}, by {tokenizer.name}; {_WITHOUT}"
         )
 

@@ -300,5 +300,4 @@ def prompt_tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt {text!r} is not UTF-8") from error
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
+    return [*tokenizer.ids_before, *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]

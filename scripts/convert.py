@@ -131,9 +131,7 @@ def export_hf_command(options: argparse.Namespace) -> int:
             print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
     dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
     export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
-    _print_written(options.output, checkpoint, began)
-    if tokenizer is not None:
-        print(document_tokens_text(tokenizer.document_tokens))
+    _print_written(options.output, checkpoint, tokenizer, began)
     return 0
 
 
@@ -150,9 +148,7 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     checkpoint.verify()
     dtype, progress = getattr(torch, options.dtype), ProgressLine("elements written")
     export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer, progress=progress)
-    _print_written(options.output, checkpoint, began)
-    if tokenizer is not None:
-        print(document_tokens_text(tokenizer.document_tokens))
+    _print_written(options.output, checkpoint, tokenizer, began)
     if dtype != torch.float32:
         print("the FP32 masters were rounded to bfloat16; --dtype float32 writes them exactly")
     print(start_command(checkpoint, options.output, tokenizer is not None))
@@ -233,12 +229,14 @@ def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> TextToken
     return tokenizer
 
 
-def _print_written(output: Path, checkpoint: Checkpoint, began: float) -> None:
+def _print_written(output: Path, checkpoint: Checkpoint, tokenizer: TextTokenizer | None, began: float) -> None:
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     print(
         f"{output}: {printable(checkpoint.config.model.name)} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
         f"{time.monotonic() - began:.1f} s"
     )
+    if tokenizer is not None:
+        print(document_tokens_text(tokenizer.document_tokens))
 
 
 if __name__ == "__main__":

@@ -80,15 +80,15 @@ class Part:
 
     def stamp(self) -> list[Any]:
         """[bytes of the files, hash of their paths, sizes and modification times]."""
-        found = [(str(path), path.stat()) for path in self.files]
-        facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
+        states = [(str(path), path.stat()) for path in self.files]
+        facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in states]
         return [sum(size for _, size, _ in facts), hashlib.sha256(repr(facts).encode()).hexdigest()]
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
     """The files of all paths and glob patterns (also with `**`), sorted within each pattern, without duplicates. Raises
     FileNotFoundError for a pattern without a file."""
-    found: dict[Path, Path] = {}
+    by_target: dict[Path, Path] = {}
     for pattern in patterns:
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
@@ -96,8 +96,8 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
             what = "is a folder" if Path(pattern).is_dir() else "matches no file"
             raise FileNotFoundError(f"{pattern} {what}; give a path or a quoted pattern of files: 'corpus/**/*.jsonl'")
         for file in files:
-            found.setdefault(file.resolve(), file)
-    return list(found.values())
+            by_target.setdefault(file.resolve(), file)
+    return list(by_target.values())
 
 
 def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[Part]:
@@ -136,13 +136,13 @@ def open_dataset(
     Raises FileNotFoundError for a pattern without a file; ValueError for a split or subset that is missing or has no
     effect, a file of unknown kind or whose field is missing or not text, and for a package that is not installed.
     """
-    named = Path(names[0])
-    if len(names) > 1 or named.is_file() or glob.has_magic(names[0]) or named.suffix.lower() in TABLES:
+    first = Path(names[0])
+    if len(names) > 1 or first.is_file() or glob.has_magic(names[0]) or first.suffix.lower() in TABLES:
         if subset is not None or split not in (None, "train"):
             option = f"--split {split}" if subset is None else f"--subset {subset}"
             raise ValueError(f"{option} has no effect with files, which are read as a whole; leave it out")
         files = find_files(names)
-    elif named.is_dir():
+    elif first.is_dir():
         files = _files_of_split(names[0], split, subset)
     elif split is None:
         raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
@@ -150,11 +150,11 @@ def open_dataset(
         return [Part(partial(_hub_tasks, names[0], split, field, subset))]
     parts = []
     for path in files:
-        endings = [ending.lower() for ending in path.suffixes if ending.lower() in TABLES]
-        packed = path.suffix.lower() in (*_DECOMPRESSORS, ".zst")
-        if not endings or not (packed or path.suffix.lower() == endings[-1]):
+        endings = [ending.lower() for ending in path.suffixes]
+        kinds = [ending for ending in endings if ending in TABLES]
+        if not kinds or endings[-1] not in (kinds[-1], *_DECOMPRESSORS, ".zst"):
             raise ValueError(f"--dataset {path}: give files ending in {', '.join(TABLES)}")
-        tasks = partial(TABLES[endings[-1]], path, field)
+        tasks = partial(TABLES[kinds[-1]], path, field)
         next(tasks(), None)  # a wrong column fails now, not after hours
         parts.append(Part(tasks, (path,)))
     return parts
@@ -165,19 +165,19 @@ def _files_of_split(folder: str, split: str | None, subset: str | None) -> list[
     if any((Path(folder) / file).is_file() for file in ("state.json", "dataset_dict.json")):
         if subset is not None:
             raise ValueError(f"{folder} has no subset {subset!r}; leave it out")
-        found = _of_datasets(folder, lambda datasets: datasets.load_from_disk(folder))
-        saved = dict(found) if isinstance(found, dict) else {found.split or "train": found}
-        splits = {str(name): [file["filename"] for file in table.cache_files] for name, table in saved.items()}
+        saved = _call_datasets(folder, lambda datasets: datasets.load_from_disk(folder))
+        tables = dict(saved) if isinstance(saved, dict) else {saved.split or "train": saved}
+        splits = {str(name): [file["filename"] for file in table.cache_files] for name, table in tables.items()}
         split = next(iter(splits)) if split is None and len(splits) == 1 else split
     else:
-        found = _of_datasets(folder, lambda datasets: datasets.load_dataset_builder(folder, subset))
-        splits = {str(name): files for name, files in (found.config.data_files or {}).items()}
+        builder = _call_datasets(folder, lambda datasets: datasets.load_dataset_builder(folder, subset))
+        splits = {str(name): files for name, files in (builder.config.data_files or {}).items()}
     if split not in splits:
         raise ValueError(f"--dataset {folder}: name one of its splits with --split: {', '.join(splits)}")
     return [Path(file) for file in splits[split]]
 
 
-def _of_datasets(what: str, call: Callable[[Any], Any]) -> Any:
+def _call_datasets(what: str, call: Callable[[Any], Any]) -> Any:
     """What `call` returns for the package `datasets`. Raises ValueError that names `what`."""
     try:
         import datasets  # an optional package
@@ -383,10 +383,10 @@ def _array_or_json_tasks(path: Path, field: str) -> Tasks:
         return _json_tasks(path, field)
     _, _, text = next(_blocks(path, in_lines=False))
     try:
-        rows = json.loads(text)
+        objects = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} begins as an array of JSON, but is not one ({error}); correct it") from error
-    return _row_tasks(str(path), iter([(0, [_value(row, field) for row in rows])]), field)
+    return _row_tasks(str(path), iter([(0, [_value(each, field) for each in objects])]), field)
 
 
 def _csv_tasks(path: Path, field: str) -> Tasks:
@@ -472,13 +472,13 @@ def _arrow_batches(path: Path, field: str) -> Iterator[Any]:
 def _column(where: Path | str, field: str, names: Sequence[str]) -> str:
     """The column with the field: its name, or the object `a` of the field "a.b". Raises ValueError unless there is just
     one."""
-    found = next((name for name in (field, field.partition(".")[0]) if name in names), None)
-    if found is None:
+    column = next((name for name in (field, field.partition(".")[0]) if name in names), None)
+    if column is None:
         shown = ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
         raise ValueError(f"{where} has no column {field!r}; name one of its columns with --field: {shown}")
-    if names.count(found) > 1:
-        raise ValueError(f"{where} has {names.count(found)} columns {found!r}; rename all but one")
-    return found
+    if names.count(column) > 1:
+        raise ValueError(f"{where} has {names.count(column)} columns {column!r}; rename all but one")
+    return column
 
 
 def _texts(where: Path | str, batch: Any, field: str) -> list[bytes | None]:
@@ -506,13 +506,13 @@ def _hub_tasks(name: str, split: str, field: str, subset: str | None) -> Tasks:
     where = " ".join(filter(None, (name, subset, split)))
 
     def batches() -> Iterator[tuple[int, list[Any]]]:
-        table = _of_datasets(
+        table = _call_datasets(
             where, lambda datasets: datasets.load_dataset(name, subset, split=split, streaming=streams)
         )
         if names := table.column_names:  # some streams do not know their columns before they are read
             table = table.select_columns([_column(where, field, names)])
         rows = table.with_format("arrow").iter(_ROWS_AT_ONCE)
-        while (batch := _of_datasets(where, lambda _: next(rows, None))) is not None:
+        while (batch := _call_datasets(where, lambda _: next(rows, None))) is not None:
             yield 0, _texts(where, batch, field)
 
     return _row_tasks(where, batches(), field)

@@ -96,7 +96,6 @@ def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, tas
     """The documents of a task as tokens of `dtype`. Each begins with the tokenizer's bos_token, if there is one, and
     ends with its eod_token."""
     done = Encoded()
-    before, after = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eod_id]
 
     def skip(where: str, problem: str, why: str = "") -> None:
         done.malformed[problem] += 1
@@ -113,14 +112,14 @@ def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, tas
             pieces = pieces_of(record.text, options.max_document_bytes)
             done.huge += pieces != [record.text]
             records[SPLITS[is_held_out(record.text, options.validation)]].append((record.where, pieces))
-    for split, found in records.items():
+    for split, of_split in records.items():
         texts, ids = [], []
-        for where, documents, encoded in _encoded(tokenizer, found):
+        for where, documents, encoded in _encoded(tokenizer, of_split):
             if isinstance(encoded, str):
                 skip(where, UNENCODABLE, f" ({encoded})")
             else:
                 texts += documents
-                ids += [before + document + after for document in encoded]
+                ids += [[*tokenizer.ids_before, *document, tokenizer.eod_id] for document in encoded]
         if not texts:
             continue
         done.lengths[split] = lengths = np.array([len(document) for document in ids], dtype=np.int32)

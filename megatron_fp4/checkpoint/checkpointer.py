@@ -66,7 +66,7 @@ from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress, run_time, section_of
-from megatron_fp4.runtime.run_state import save_index_in_state
+from megatron_fp4.runtime.run_state import number_in_state
 
 logger = logging.getLogger(__name__)
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=6)
@@ -399,7 +399,7 @@ class Checkpointer:
         small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer.encode()}
         for name, content in small.items():
             records[name] = files.write_file(folder / name, content)
-        index = files.next_save_index(self.root, save_index_in_state(self.root.parent))
+        index = files.next_save_index(self.root, number_in_state(self.root.parent, "save_index"))
         files.write_manifest(folder, replace(snapshot.manifest, save_index=index, files=records))
         self.before_publish()
         if self._abandoned.is_set():

@@ -42,7 +42,8 @@ MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng
 T = TypeVar("T")
 # Larger files are read in pieces only. The metadata of a thousand ranks has 100 MB.
 _MOST_BYTES = 1 << 30
-_OF_CACHE = re.compile(r"(\.\./){2,4}blobs/[0-9a-f]{40,64}")
+# Where a link in Hugging Face's cache leads.
+_CACHE_LINK = re.compile(r"(\.\./){2,4}blobs/[0-9a-f]{40,64}")
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
@@ -197,7 +198,7 @@ def open_plain(path: Path) -> io.FileIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ELOOP and _OF_CACHE.fullmatch(target := os.readlink(path)):
+        if error.errno == errno.ELOOP and _CACHE_LINK.fullmatch(target := os.readlink(path)):
             return open_plain(path.parent / target)
         if error.errno in (errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
             raise ValueError(refusal) from error
@@ -292,10 +293,9 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
 def read_trainer(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The trainer state of the checkpoint in `folder`. Raises DamagedCheckpointError if it does not match its record or
     is no JSON object; OSError."""
+    text = read_checked(folder, TRAINER, manifest.files)
     try:
-        content = json.loads(read_checked(folder, TRAINER, manifest.files))
-    except DamagedCheckpointError:
-        raise
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{TRAINER} is not readable: {error}") from error
     if not isinstance(content, dict):

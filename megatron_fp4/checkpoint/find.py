@@ -43,7 +43,7 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Orig
 from megatron_fp4.checkpoint.shards import METADATA, check_tensors, load_tensors, read_metadata
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config
-from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
+from megatron_fp4.runtime.run_state import STATE_FILE, number_in_state
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +170,10 @@ class Finder:
                 damaged.append(Damage(folder.name, error.reasons, unreadable=error.unreadable))
                 self._report(damaged[-1])
             else:
-                step = manifest.step
-                later = self.sync.on_rank0("scan", lambda: [each.name for each, it in candidates if it.step > step])  # noqa: B023
-                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer), tuple(later))
+                names = self.sync.on_rank0(
+                    "scan", lambda step=manifest.step: [path.name for path, older in candidates if older.step > step]
+                )
+                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer), returned=tuple(names))
         if not damaged:
             return None
         listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
@@ -323,7 +324,7 @@ def earlier_run(root: Path) -> tuple[int, list[str]]:
             fresh |= record.get("resume") == "never"
     if saved:
         found.append(f"{METRICS} has {steps} steps and {saved} saved checkpoints")
-    if last := checkpoint_in_state(run_dir):
+    if last := number_in_state(run_dir, "checkpoint"):
         found.append(f"{STATE_FILE} has a checkpoint of step {last}")
     if not fresh:  # otherwise the other traces are of an earlier run, which the user gave up
         if (run_dir / SUMMARY).exists():

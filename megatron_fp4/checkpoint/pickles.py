@@ -45,7 +45,7 @@ def read_pickle(content: bytes, known: Container[str] | None = None) -> Any:
         at += size
         return int.from_bytes(content[at - size : at], "little")
 
-    def part(size: int) -> bytes:
+    def take(size: int) -> bytes:
         nonlocal at
         at += size
         if at > len(content):
@@ -59,19 +59,19 @@ def read_pickle(content: bytes, known: Container[str] | None = None) -> Any:
 
     def since_mark() -> list[Any]:
         start = marks.pop()
-        found = stack[start:]
+        values = stack[start:]
         del stack[start:]
-        return found
+        return values
 
-    def put(keys_and_values: list[Any]) -> None:
+    def set_items(keys_and_values: list[Any]) -> None:
         if type(target := stack[-1]) is dict:
             for key, value in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
                 target[key if isinstance(key, _HASHED) or type(key) is StandIn else StandIn("key")] = value
 
     def named(module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if known is not None and full not in known:
             raise ValueError(f"names {full}, which no checkpoint holds; nothing of it was run")
         return StandIn(full)
@@ -92,22 +92,23 @@ def read_pickle(content: bytes, known: Container[str] | None = None) -> Any:
         elif operation == 0x28:  # MARK
             marks.append(len(stack))
         elif operation == 0x75:  # SETITEMS
-            put(since_mark())
+            set_items(since_mark())
         elif operation == 0x29:  # EMPTY_TUPLE
             push(())
-        elif operation in (0x81, 0x52):  # NEWOBJ, REDUCE
+        elif operation in (0x81, 0x52, 0x92):  # NEWOBJ, REDUCE, NEWOBJ_EX
+            if operation == 0x92:
+                pop()  # arguments by keyword
             arguments = pop()
-            stack[-1] = StandIn(stack[-1].name, arguments)
+            push(StandIn(pop().name, arguments))
         elif operation == 0x62:  # BUILD
-            state = pop()
-            stack[-1].state = state
+            stack[-1].state = pop()
         elif operation in (0x85, 0x86, 0x87):  # TUPLE1 to TUPLE3
             marks.append(len(stack) - (operation - 0x84))
             push(tuple(since_mark()))
         elif operation == 0x7D:  # EMPTY_DICT
             push({})
         elif operation == 0x8C:  # SHORT_BINUNICODE
-            push(part(number(1)).decode(errors="surrogatepass"))
+            push(take(number(1)).decode(errors="surrogatepass"))
         elif operation == 0x4E:  # NONE
             push(None)
         elif operation in (0x88, 0x89):  # NEWTRUE, NEWFALSE
@@ -122,29 +123,24 @@ def read_pickle(content: bytes, known: Container[str] | None = None) -> Any:
             push(tuple(since_mark()))
         elif operation == 0x73:  # SETITEM
             value = pop()
-            put([pop(), value])
+            set_items([pop(), value])
         elif operation in (0x71, 0x72):  # BINPUT, LONG_BINPUT
             memo[number(1 if operation == 0x71 else 4)] = stack[-1]
-        elif operation == 0x58:  # BINUNICODE
-            push(part(number(4)).decode(errors="surrogatepass"))
-        elif operation == 0x8D:  # BINUNICODE8
-            push(part(number(8)).decode(errors="surrogatepass"))
+        elif operation in (0x58, 0x8D):  # BINUNICODE, BINUNICODE8
+            push(take(number(4 if operation == 0x58 else 8)).decode(errors="surrogatepass"))
         elif operation in (0x43, 0x42, 0x8E, 0x96):  # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
-            push(part(number({0x43: 1, 0x42: 4}.get(operation, 8))))
+            push(take(number({0x43: 1, 0x42: 4}.get(operation, 8))))
         elif operation == 0x4A:  # BININT
-            push(int.from_bytes(part(4), "little", signed=True))
+            push(int.from_bytes(take(4), "little", signed=True))
         elif operation in (0x8A, 0x8B):  # LONG1, LONG4
-            push(int.from_bytes(part(number(1 if operation == 0x8A else 4)), "little", signed=True))
+            push(int.from_bytes(take(number(1 if operation == 0x8A else 4)), "little", signed=True))
         elif operation == 0x47:  # BINFLOAT
-            push(struct.unpack(">d", part(8))[0])
+            push(struct.unpack(">d", take(8))[0])
         elif operation == 0x63:  # GLOBAL
             push(named(line(), line()))
         elif operation == 0x93:  # STACK_GLOBAL
             name = pop()
             push(named(pop(), name))
-        elif operation == 0x92:  # NEWOBJ_EX
-            _, arguments = pop(), pop()
-            stack[-1] = StandIn(stack[-1].name, arguments)
         elif operation == 0x51:  # BINPERSID: the values of a tensor, which are not read
             stack[-1] = None
         elif operation == 0x8F:  # EMPTY_SET

@@ -20,8 +20,6 @@ from megatron_fp4.config.schema import Config, ConfigError
 _TILE = 16
 # More than any machine has.
 _MOST_RANKS = 2**20
-
-
 # What the ranks of an axis divide without help of the model.
 _WITHOUT_THE_MODEL = {"batch", "rows"}
 
@@ -71,8 +69,11 @@ def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tu
 
 def _batch_sizes(config: Config) -> dict[str, int]:
     """The global batch sizes of the run and of its phases, by their keys."""
-    own = {f"data.phases[{i}].global_batch_size": of.global_batch_size for i, of in enumerate(config.data.phases)}
-    return {"train.global_batch_size": config.train.global_batch_size, **{key: of for key, of in own.items() if of}}
+    sizes = {"train.global_batch_size": config.train.global_batch_size}
+    for index, phase in enumerate(config.data.phases):
+        if phase.global_batch_size is not None:
+            sizes[f"data.phases[{index}].global_batch_size"] = phase.global_batch_size
+    return sizes
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:

@@ -119,7 +119,7 @@ def hidden(text: str) -> str:
 
 def printable(text: str) -> str:
     """`hidden`, for a terminal: control characters, which could move the cursor or hide text, are spelled out."""
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in hidden(text))
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in hidden(text))
 
 
 def shown(value: Any) -> str:

@@ -122,7 +122,7 @@ for (const figure of document.querySelectorAll("figure[data-hover]")) {
 """
 # The most points of a curve that the script knows.
 _MOST_POINTS = 400
-# From this step in the middle of a run on, the losses of its last half have a figure of their own.
+# The losses of a run's last half have a figure of their own if that begins at this step or later.
 _MANY_STEPS = 10
 
 
@@ -172,17 +172,18 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
     head = ["", *(run.name for run in runs)]
 
     def each(rows: Callable[[RunFolder], list[Row]], *columns: str) -> list[tuple[str, Row, list[Row]]]:
-        return [(run.name if several else "", columns, found) for run in runs if (found := rows(run))]
+        return [(run.name if several else "", columns, table) for run in runs if (table := rows(run))]
 
     # A run has one look on the whole page.
-    everyone = [*runs, *([] if baseline is None else [baseline])]
-    looks = {run.path: look(index) for index, run in enumerate(everyone)}
+    shown = [*runs, *([] if baseline is None else [baseline])]
+    looks = {run.path: look(index) for index, run in enumerate(shown)}
+    curves = [figure for curve in _CURVES for figure in _curve(runs, looks, *curve)]
     changed = _changed_settings(runs, defaults)
     sections: list[tuple[str, list[Markup], list[tuple[str, Row, list[Row]]], str]] = [
         ("Summary", [], [("", head if several else [], _summary(runs))], ""),
         ("Losses", _losses(runs, baseline, looks), [], ""),
         ("Gap", _gaps(base, others, looks), [], note),
-        ("Optimizer and speed", _rates(runs, looks) + [f for of in _CURVES for f in _curve(runs, looks, *of)], [], ""),
+        ("Optimizer and speed", [_learning_rate(runs, looks), *curves], [], ""),
         ("Phases", [], each(_phases, "phase", "length", "blend", "steps so far"), ""),
         ("Sources", [], each(_sources, "source", "tokens so far", "epochs so far", "held-out loss (nats)"), ""),
         ("Precision plan", [], each(_plan, "recipe", "linears", "why these", "operands"), ""),
@@ -306,8 +307,8 @@ def _scores(run: RunFolder) -> list[Row]:
     for path in sorted(run.path.glob("scores*.json")):
         for result in read_mapping(path).get("results") or []:
             scores = ", ".join(
-                f"{name} {of['value']:.4f}" + (f" ± {of['stderr']:.4f}" if of.get("stderr") else "")
-                for name, of in result["scores"].items()
+                f"{name} {score['value']:.4f}" + (f" ± {score['stderr']:.4f}" if score.get("stderr") else "")
+                for name, score in result["scores"].items()
             )
             rows.append([path.name, result["task"], result["metric"], scores])
     return rows
@@ -349,9 +350,11 @@ def _events(run: RunFolder) -> list[Row]:
 
 def _texts(run: RunFolder) -> list[Row]:
     """Rows of the model's last texts: step, prompt, continuation."""
-    last = run.happened("text")[-1:]
-    found = [(f"{record['step']:,}", one) for record in last for one in record.get("samples", [])]
-    return [[step, str(one["prompt"]), str(one["text"] or "(not finite)")] for step, one in found]
+    return [
+        [f"{record['step']:,}", str(sample["prompt"]), str(sample["text"] or "(not finite)")]
+        for record in run.happened("text")[-1:]
+        for sample in record.get("samples", [])
+    ]
 
 
 def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
@@ -387,7 +390,7 @@ def _hover(figure: Figure, axes: Axes) -> str:
     """What `_SCRIPT` needs to show the values of the curves that the legend names, as JSON."""
     curves = []
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        steps, values = (np.asarray(of, float) for of in (handle.get_xdata(), handle.get_ydata()))
+        steps, values = (np.asarray(data, float) for data in (handle.get_xdata(), handle.get_ydata()))
         there = np.flatnonzero(np.isfinite(steps) & np.isfinite(values))
         if len(there) and np.ptp(steps):  # marks at one step have their text
             there = there[np.unique(np.linspace(0, len(there) - 1, _MOST_POINTS).round().astype(int))]
@@ -408,14 +411,19 @@ Looks = Mapping[Path, Look]
 def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None, looks: Looks) -> list[Markup]:
     every = [*runs, *([] if baseline is None else [baseline])]
     half = every[0].steps[len(every[0].steps) // 2]["step"]  # where the first half ends
+    alone = len(runs) == 1
+    height, title = (4.4, "losses") if alone else (3.3, "training loss, smoothed")
 
-    def last_half(draw: Callable[[Axes], object], _: Figure, axes: Axes) -> None:
-        draw(axes)
+    def whole(_: Figure, axes: Axes) -> None:
+        if alone:
+            draw_losses(axes, runs[0], baseline)
+        else:
+            draw_training(axes, every, [looks[run.path] for run in every])
+            _step_axis(every, axes)
+
+    def last_half(figure: Figure, axes: Axes) -> None:
+        whole(figure, axes)
         show_from(axes, half)
-
-    def training(axes: Axes) -> None:
-        draw_training(axes, every, [looks[run.path] for run in every])
-        _step_axis(every, axes)
 
     def held_out(source: str, _: Figure, axes: Axes) -> None:
         for run in every:
@@ -424,15 +432,10 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None, looks: Looks)
         axes.set_ylabel("nats per token")
         _step_axis(every, axes)
 
-    if len(runs) == 1:
-        height, title = 4.4, "losses"
-        both: Callable[[Axes], object] = lambda axes: draw_losses(axes, runs[0], baseline)  # noqa: E731
-    else:
-        height, title, both = 3.3, "training loss, smoothed", training
-    figures = [_figure(title, lambda _, axes: both(axes), height)]
+    figures = [_figure(title, whole, height)]
     if half >= _MANY_STEPS:
-        figures.append(_figure(f"{title}: the last half", partial(last_half, both), height))
-    sources = dict.fromkeys(source for run in every for source in run.validation) if len(runs) > 1 else ()
+        figures.append(_figure(f"{title}: the last half", last_half, height))
+    sources = () if alone else dict.fromkeys(source for run in every for source in run.validation)
     return [*figures, *(_figure(f"held-out loss of {source}", partial(held_out, source)) for source in sources)]
 
 
@@ -448,8 +451,8 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder], looks: Looks) -> li
     return [_figure(f"loss above {base.name} in percent", draw)]
 
 
-def _rates(runs: Sequence[RunFolder], looks: Looks) -> list[Markup]:
-    """The learning rate, which is exact and needs no smoothing."""
+def _learning_rate(runs: Sequence[RunFolder], looks: Looks) -> Markup:
+    """Exact values, which need no smoothing."""
 
     def draw(_: Figure, axes: Axes) -> None:
         for run in runs:
@@ -457,7 +460,7 @@ def _rates(runs: Sequence[RunFolder], looks: Looks) -> list[Markup]:
         axes.set_ylim(bottom=0)
         _step_axis(runs, axes)
 
-    return [_figure("learning rate", draw)]
+    return _figure("learning rate", draw)
 
 
 def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind: str) -> list[Markup]:

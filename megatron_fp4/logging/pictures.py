@@ -104,8 +104,8 @@ def check_target(target: Path) -> None:
 
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes]) -> None:
     """Draw a legend of all curves below the frame, in as many columns as fit; no legend without labels."""
-    rows = [axes] if isinstance(axes, Axes) else list(axes)
-    named = {label: handle for one in rows for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
+    legends = [each.get_legend_handles_labels() for each in ([axes] if isinstance(axes, Axes) else axes)]
+    named = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
     if named:
         # In inches: a character of 9 points is about 0.07 wide, the handle and the gap 0.65.
         width = 0.65 + 0.07 * max(map(len, named))
@@ -334,8 +334,8 @@ def draw_heatmap(figure: Figure, axes: Axes, run: RunFolder, quantity: Quantity)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     finite = values[np.isfinite(values)]
-    found = f"{finite.min():.3g} to {finite.max():.3g}" if finite.size else "never"
-    axes.set_xlabel(f"step (measured: {found})")
+    measured_range = f"{finite.min():.3g} to {finite.max():.3g}" if finite.size else "never"
+    axes.set_xlabel(f"step (measured: {measured_range})")
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03, ticks=quantity.bounds[::4], label=quantity.unit)
     bar.ax.tick_params(labelsize=8)
     bar.minorticks_off()

@@ -64,8 +64,8 @@ _STATE_SECONDS = 10.0
 _RECORD_BYTES = 1024
 # The most suspected ranks that a diagnosis describes one by one.
 _NAMED = 8
-# Errors that mean that the rank waited for another one.
-_OF_OTHERS = re.compile(r"gloo|nccl|timed out|timeout|connection", re.IGNORECASE)
+# In the text of an error: the rank waited for another one.
+_WAITED = re.compile(r"gloo|nccl|timed out|timeout|connection", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -134,22 +134,23 @@ class Progress:
             end.set()
 
     def _limits_loop(self, main: threading.Thread, end: threading.Event) -> None:
-        moved: dict[str, tuple[object, float]] = {}  # what each section showed last, and since when
+        seen: dict[str, tuple[object, float]] = {}  # of each section: what it showed last, and since when
         looked = time.monotonic()
         while not end.wait(interval := min(_LOOK_SECONDS, self.timeout_seconds / 20)):
             now, timeout, (step, phase, _, since) = time.monotonic(), self.timeout_seconds, self.place
             if now - looked > 10 * interval:  # this process was stopped, and nothing in it could move
-                moved.clear()
+                seen.clear()
                 self.alive()
                 since = now
             looked, training = now, section_of(main, step, phase)
+            training_waits = now - since >= _STILL * timeout
             for name, section in {"": training, **self._beside}.items():
-                shown = section.moved()
-                mark = (section.step, shown, since if section is training else None)
-                if shown is None or name not in moved or moved[name][0] != mark:
-                    moved[name] = mark, now
-                still, stands = now - moved[name][1], section is training or now - since >= _STILL * timeout
-                if still >= (_STILL if stands else _STILL_BESIDE) * timeout:
+                moved = section.moved()
+                shown = (section.step, moved, since if section is training else None)
+                if moved is None or name not in seen or seen[name][0] != shown:
+                    seen[name] = shown, now
+                still, is_short = now - seen[name][1], section is training or training_waits
+                if still >= (_STILL if is_short else _STILL_BESIDE) * timeout:
                     self._end_hung(section.step, section.phase, still, section.where())
             if now - since >= _WITHOUT_PROGRESS * timeout:
                 self._end_hung(step, phase, now - since, training.where())
@@ -233,10 +234,9 @@ class _Watch:
         self._end.set()
         self._error = hidden(f"{type(error).__name__}: {error}")[:400] if error is not None else ""
         self._write()
-        of_others = isinstance(error, RuntimeError) and _OF_OTHERS.search(str(error))
         speaks = self._world_size > 1 and (self._rank == 0 or self._world_size <= 64)
-        if error is not None and of_others and speaks and (found := self.diagnosis()):
-            error.add_note(found)
+        if speaks and isinstance(error, RuntimeError) and _WAITED.search(str(error)) and (text := self.diagnosis()):
+            error.add_note(text)
 
     def diagnosis(self) -> str:
         """`diagnose`, which may wait some intervals to tell a waiting rank from one that is gone."""
@@ -262,7 +262,7 @@ class _Watch:
         self._write()
         self._end.wait(2.5 * self.interval)  # until all ranks that are alive have written
         if self._progress.place != place or self._end.is_set():
-            return  # it has moved
+            return
         try:
             (self._folder / f"diagnosis_{place.step:08d}").touch(exist_ok=False)
         except FileExistsError:  # another rank was first, and prints
@@ -354,11 +354,11 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
         return {**reports, mine.rank: mine}
 
     reports = read()
-    suspects = _visible(reports)
+    suspects = _certain_faults(reports)
     if not suspects:
         wait()
         before, reports = reports, read()
-        suspects = _visible(reports)
+        suspects = _certain_faults(reports)
         for rank in reports.keys() - suspects.keys() - {mine.rank}:
             if reports[rank] is None or reports[rank] == before[rank]:
                 suspects[rank] = "its process no longer writes: stopped or gone, or its host is gone"
@@ -382,19 +382,19 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
     return "\n".join(lines)
 
 
-def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
+def _certain_faults(reports: dict[int, Report | None]) -> dict[int, str]:
     """The faults that are certain at once: exceptions, and stopped or gone processes on this host."""
-    found = {}
+    faults = {}
     for rank, report in reports.items():
         if report is None:
             continue
         if report.error:
-            if not _OF_OTHERS.search(report.error):
-                found[rank] = f"failed: {report.error}"
+            if not _WAITED.search(report.error):
+                faults[rank] = f"failed: {report.error}"
         elif report.host == socket.gethostname() and (state := state_of_process(report.pid)) is not None:
             remedy = f" (`kill -CONT {report.pid}` resumes it)" if state == "stopped" else ""
-            found[rank] = f"its process is {state}{remedy}"
-    return found
+            faults[rank] = f"its process is {state}{remedy}"
+    return faults
 
 
 def _described(report: Report | None, rank: int, fault: str) -> str:
@@ -435,8 +435,8 @@ def section_of(thread: threading.Thread, step: int, phase: str) -> Section:
 
     def moved() -> float | None:
         frame = sys._current_frames().get(thread.ident or 0)
-        for_others = frame is None or frame.f_code.co_filename.startswith(_FOR_OTHERS)
-        return None if for_others else run_time(thread)
+        waits = frame is None or frame.f_code.co_filename.startswith(_WAITING)
+        return None if waits else run_time(thread)
 
     return Section(step, phase, moved, lambda: _stacks(thread))
 
@@ -458,7 +458,7 @@ def run_time_of(pid: int | str, tasks: Iterable[int | None] = ()) -> float:
 
 
 # Files whose functions wait for a device or for other ranks.
-_FOR_OTHERS = (os.path.dirname(torch.__file__) + os.sep, messages.__file__)
+_WAITING = (os.path.dirname(torch.__file__) + os.sep, messages.__file__)
 _POOL = pools.__file__
 
 

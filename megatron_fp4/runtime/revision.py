@@ -87,14 +87,14 @@ def settings_of(config: Config) -> dict[str, str]:
     """
     composed = asdict(config)
     del composed["from_environment"]
-    texts, found = dict(_leaves(as_saved(config))), {}
+    texts, settings = dict(_leaves(as_saved(config))), {}
     for key, value in _leaves(composed):
         text = texts.get(key, "from the environment")
         if text != value and not key.startswith(_PLACES):
             text = f"{text} ({hashlib.sha256(value.encode()).hexdigest()[:8]})"
         if not key.startswith(NAMES_DATA):
-            found[key] = text
-    return found
+            settings[key] = text
+    return settings
 
 
 def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -117,9 +117,10 @@ def changed_facts(before: Mapping[str, str], now: Mapping[str, str]) -> list[tup
 def check_same(facts: Mapping[str, str]) -> None:
     """Raise ConfigError on all ranks, with rank, name and both values, unless all ranks have the same `facts`. A
     collective."""
-    box: list[Any] = [dict(facts)]
-    dist.broadcast_object_list(box, src=0)
-    differing = [f"{name}={mine}, and rank 0 has {theirs}" for name, theirs, mine in changed_facts(box[0], facts)]
+    of_rank_0: list[Any] = [dict(facts)]
+    dist.broadcast_object_list(of_rank_0, src=0)
+    changes = changed_facts(of_rank_0[0], facts)
+    differing = [f"{name}={mine}, and rank 0 has {theirs}" for name, theirs, mine in changes]
     more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, ("; ".join(differing[:_SHOWN]) + more, socket.gethostname()))

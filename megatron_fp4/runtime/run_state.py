@@ -159,7 +159,7 @@ class RunState:
         lost = has_lost_checkpoints(run_dir)
         self._run_dir, self._progress = run_dir, progress
         self._active = active and (from_scratch or not lost)
-        self._checkpoint = 0 if lost else checkpoint_in_state(run_dir)
+        self._checkpoint = 0 if lost else number_in_state(run_dir, "checkpoint")
         self._now, self._save_index = ("running", 0, ""), 0
 
     def __enter__(self) -> RunState:
@@ -193,7 +193,7 @@ class RunState:
 
     def _hung(self, step: int, reason: str) -> None:
         """Record that this rank hangs. Any rank does so, because no other rank knows."""
-        write_state(self._run_dir, ExitCode.HUNG.state, step, reason, checkpoint_in_state(self._run_dir))
+        write_state(self._run_dir, ExitCode.HUNG.state, step, reason, number_in_state(self._run_dir, "checkpoint"))
 
     def _write(self, state: str, step: int, reason: str) -> None:
         self._now = state, step, reason
@@ -207,7 +207,7 @@ def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkp
         "state": state,
         "step": step,
         "checkpoint": checkpoint,
-        "save_index": max(save_index, save_index_in_state(run_dir)),
+        "save_index": max(save_index, number_in_state(run_dir, "save_index")),
         "reason": hidden(reason),
         "start": os.environ.get("RUN_ID", ""),
         "pid": os.getpid(),
@@ -231,21 +231,15 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def checkpoint_in_state(run_dir: Path) -> int:
-    """The step of the newest checkpoint of the run in `run_dir`, from `state.json`; 0 if there is none."""
-    saved = read_state(run_dir).get("checkpoint")
-    return saved if isinstance(saved, int) else 0
-
-
-def save_index_in_state(run_dir: Path) -> int:
-    """The highest save index that a checkpoint of the run got, from `state.json`; 0 if there is none."""
-    index = read_state(run_dir).get("save_index")
-    return index if isinstance(index, int) else 0
+def number_in_state(run_dir: Path, key: str) -> int:
+    """The `checkpoint` or the `save_index` in `state.json`; 0 if there is none."""
+    number = read_state(run_dir).get(key)
+    return number if isinstance(number, int) else 0
 
 
 def has_lost_checkpoints(run_dir: Path) -> bool:
     """Whether `state.json` names a checkpoint although `run_dir` has none."""
-    return checkpoint_in_state(run_dir) > 0 and not any(run_dir.glob("checkpoints/step_*"))
+    return number_in_state(run_dir, "checkpoint") > 0 and not any(run_dir.glob("checkpoints/step_*"))
 
 
 def report_ending(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
@@ -269,6 +263,6 @@ def note_refusal(run_dir: Path, reason: str) -> None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not has_lost_checkpoints(run_dir):
-                write_state(run_dir, ExitCode.REFUSED.state, None, reason, checkpoint_in_state(run_dir))
+                write_state(run_dir, ExitCode.REFUSED.state, None, reason, number_in_state(run_dir, "checkpoint"))
         finally:
             os.close(descriptor)

@@ -227,7 +227,7 @@ class StopConditions:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Differs if another folder is at `path`; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
