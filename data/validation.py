@@ -132,9 +132,9 @@ def bytes_per_token(stream: TokenSource) -> float | None:
     for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
         if not isinstance(part, IndexedDataset):
             return None
-        found = part.facts.get("text_bytes")
-        if type(found) is not int or found <= 0:
+        size = part.facts.get("text_bytes")
+        if type(size) is not int or size <= 0:
             return None
-        text_bytes += found
+        text_bytes += size
         tokens += part.num_tokens
     return text_bytes / tokens

@@ -1,10 +1,10 @@
 """Finds the tokenizer of a checkpoint, and writes it as files of a Hugging Face folder that give the same ids.
 
-A `tokenizer.json` is copied; SentencePiece models and tiktoken ranks are converted by transformers. A folder's own
-tokenizer class, its `add_prefix_space` and a begin token that the data does not have would give users other ids than
-the model was trained on, so the written configuration names transformers' plain class, and a text begins as documents
-of the data do. At the end transformers opens the finished folder as users do, and its ids are compared with the
-tokenizer's on texts that conversions often get wrong and on documents of the training data.
+A `tokenizer.json` is copied; transformers converts SentencePiece models and tiktoken ranks. Three things would give
+users other ids than those of the training data: the folder's own tokenizer class, its `add_prefix_space`, and a begin
+token that the data does not have. So the written configuration names transformers' plain class, and a text begins as
+the documents of the data do. At the end transformers opens the finished folder as users do, and its ids are compared
+with the tokenizer's, on texts that conversions often get wrong and on documents of the training data.
 """
 
 from __future__ import annotations

@@ -166,9 +166,8 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     def _decode(self, tokens: Tensor, cache: InferenceCache, counts: Sequence[int]) -> Tensor:
-        while (
-            self.mesh.sequence_parallel and tokens.numel() % self.mesh.tensor.size
-        ):  # ranks hold equal slices of tokens
+        # Ranks hold equal slices of tokens.
+        while self.mesh.sequence_parallel and tokens.numel() % self.mesh.tensor.size:
             tokens = F.pad(tokens, (0, 1))
         lengths = [n + count for n, count in zip(cache.lengths, counts, strict=True)]
         assert max(counts) <= tokens.shape[1] and max(lengths) <= cache.max_length, "a text does not fit the cache"

@@ -67,9 +67,10 @@ class MegatronBlock:
     """A kind of block of Megatron-core's hybrid model.
 
     module: its module in a layer. linears: names of its first linear, which has the block's norm, and of its last.
-    sections: the published tensors. sizes: from a function that gives a tensor's shape, and from the known settings,
-    the settings that shapes tell. told: the settings that only arguments tell. fixed: settings that Megatron cannot
-    change. arguments: settings that are arguments of the same name, if the model has such a block.
+    sections: the published tensors. sizes: called as sizes(shape, known), returns the settings that shapes tell;
+    shape(NAME) is the shape of a tensor, known has the other settings. told: the settings that only arguments tell.
+    fixed: settings that Megatron cannot change. arguments: settings that are arguments of the same name, if the model
+    has such a block.
     """
 
     module: str

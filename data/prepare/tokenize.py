@@ -112,9 +112,9 @@ def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, tas
             pieces = pieces_of(record.text, options.max_document_bytes)
             done.huge += pieces != [record.text]
             records[SPLITS[is_held_out(record.text, options.validation)]].append((record.where, pieces))
-    for split, of_split in records.items():
+    for split, kept in records.items():
         texts, ids = [], []
-        for where, documents, encoded in _encoded(tokenizer, of_split):
+        for where, documents, encoded in _encoded(tokenizer, kept):
             if isinstance(encoded, str):
                 skip(where, UNENCODABLE, f" ({encoded})")
             else:

@@ -23,7 +23,7 @@ NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 _ABSENT = "(absent)"
 # Keys, or beginnings of keys, about one start and not about the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
-# Keys, or beginnings of keys, that decide what a run learns. A finished run with others of them is another run.
+# Keys, or beginnings of keys, that decide what a run learns. A finished run with other values is another run.
 _OF_THE_RESULT = (
     *("model.", "train.", "precision.", "optimizer.", "schedule.", "spikes."),
     *("data.kind", "data.order", "data.phases", "data.documents", "data.boundary_loss"),

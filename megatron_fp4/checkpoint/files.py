@@ -226,8 +226,7 @@ def check_plain(folder: Path) -> None:
 
 @contextlib.contextmanager
 def well_formed(what: object) -> Iterator[None]:
-    """Inside, errors from values of the wrong type or missing keys become a ValueError: in `what`, which others wrote,
-    they are no error of this program."""
+    """Inside, a value of the wrong type or a missing key becomes a ValueError about `what`, which others wrote."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:

@@ -481,12 +481,12 @@ def _metadata(read: Any, foreign: bool) -> Metadata:
     state = _made(read, Metadata).state
     places: dict[MetadataIndex, filesystem._StorageInfo] = {}
     tensors: dict[str, TensorStorageMetadata] = {}
-    left = len(state["storage_data"])
+    places_left = len(state["storage_data"])
     for name, saved in state["state_dict_metadata"].items():
         if foreign and getattr(saved, "name", None) != _name(TensorStorageMetadata):
             continue
-        left -= len(_made(saved, TensorStorageMetadata).state["chunks"])
-        _expect(isinstance(name, str) and left >= 0)  # each chunk has a place
+        places_left -= len(_made(saved, TensorStorageMetadata).state["chunks"])
+        _expect(isinstance(name, str) and places_left >= 0)  # each chunk has a place
         tensors[name] = _tensor(saved)
     for key, value in state["storage_data"].items():
         index, place = _made(key, MetadataIndex).state, _made(value, filesystem._StorageInfo).state

@@ -103,7 +103,7 @@ def config_from_saved(
             saved = _without_environment(saved, given, opens_data)
         keys: Any = _without_added(saved)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"the checkpoint's configuration is none of this program ({error!r:.200})") from error
+        raise ConfigError(f"the checkpoint's configuration is not one of this program ({error!r:.200})") from error
     if recipe is not None:
         keys = _with_precision("precision", recipe, keys, folders)
     return _completed(OmegaConf.create(keys), changes, folders)

@@ -130,7 +130,7 @@ class RecordFile:
 class Transcript(logging.Handler):
     """`run.log`: what the first rank prints and logs, each line with its time. Starts of a run follow each other.
 
-    Lines wait until `open`, so that a start which is refused writes nothing. A disk that refuses lines loses them.
+    Lines wait until `open`, so that a start which is refused writes nothing. Lines that the disk refuses are lost.
     """
 
     def __init__(self) -> None:

@@ -334,7 +334,8 @@ def _events(run: RunFolder) -> list[Row]:
         name, step = str(record["event"]), record["step"]
         details = {key: value for key, value in record.items() if key not in ("kind", "step", "event")}
         text = "; ".join(
-            f"{key}: {f'{of:.4g}' if isinstance(of, float) else str(of)[:160]}" for key, of in details.items()
+            f"{key}: {f'{value:.4g}' if isinstance(value, float) else str(value)[:160]}"
+            for key, value in details.items()
         )
         if name in _ROUTINE and not (record.get("faults") or record.get("differs")):
             routine.setdefault(name, []).append((step, text))
@@ -342,7 +343,7 @@ def _events(run: RunFolder) -> list[Row]:
             rows.append((step, name, text))
     rows.sort(key=lambda row: row[0])
     shown = rows[-_MOST_EVENTS:] + [
-        (of[-1][0], f"{len(of)} x {name}", f"the last: {of[-1][1]}") for name, of in routine.items()
+        (events[-1][0], f"{len(events)} x {name}", f"the last: {events[-1][1]}") for name, events in routine.items()
     ]
     left_out = [["...", f"{len(rows) - _MOST_EVENTS:,} earlier events", "in metrics.jsonl"]]
     return [*(left_out if len(rows) > _MOST_EVENTS else []), *([f"{step:,}", name, text] for step, name, text in shown)]

@@ -196,7 +196,7 @@ def check_baseline(config: Config) -> None:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """A run's files have no aliases, with which a few lines become gigabytes."""
+    """Refuses aliases, with which a few lines become gigabytes. A run's files have none."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -212,6 +212,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
-        found = json.loads(content) if path.suffix == ".json" else yaml.load(content, _WithoutAliases)
-        return found if isinstance(found, dict) else {}
+        keys = json.loads(content) if path.suffix == ".json" else yaml.load(content, _WithoutAliases)
+        return keys if isinstance(keys, dict) else {}
     return {}

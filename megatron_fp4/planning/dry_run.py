@@ -216,12 +216,12 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
 def _ends(sent: Sequence[Message]) -> Counter[Message]:
     """FSDP's first all-gather, and its last reduction over shards and over replicas."""
     over_shards, over_replicas = {"all-gather": 0, "reduce-scatter": -1, "all-to-all": -1}, {"all-reduce": -1}
-    found: list[Message] = []
+    ends: list[Message] = []
     for axis in (axis for axis in AXES if "batch" in axis.divides):
         for operation, place in (over_shards if "rows" in axis.divides else over_replicas).items():
             alike = [message for message in sent if (message.operation, message.group) == (operation, axis.name)]
-            found += alike[place:][:1]
-    return Counter(found)
+            ends += alike[place:][:1]
+    return Counter(ends)
 
 
 def _micro_batches(config: Config, count: int) -> list[MicroBatch]:

@@ -488,9 +488,9 @@ class Trainer:
             lines += config_diff.consequences(saved, self.config, switch, start)
             self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
         if made_with := resumed.trainer.get("made_by"):
-            others = [config_diff.Change(*change) for change in changed_facts(made_with, made_by(self.mesh.device))]
-            if others:
-                self.log.found("made_by", config_diff.change_lines(others), changes=[one._asdict() for one in others])
+            facts = [config_diff.Change(*change) for change in changed_facts(made_with, made_by(self.mesh.device))]
+            if facts:
+                self.log.found("made_by", config_diff.change_lines(facts), changes=[fact._asdict() for fact in facts])
         if changed_data := self.data.loader.changes:
             self.log.found("data", changed_data, changes=changed_data)
 

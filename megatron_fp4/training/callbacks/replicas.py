@@ -95,9 +95,9 @@ class Replicas(Callback):
         if not number:
             self._agreed = self._compared = done
             return
-        found = [vars(difference) for difference in differences]
+        records = [vars(difference) for difference in differences]
         trainer.log.metrics.event(
-            done, "replicas", agreed=self._agreed, mesh=mesh.sizes, groups=number, differences=found
+            done, "replicas", agreed=self._agreed, mesh=mesh.sizes, groups=number, differences=records
         )
         since = "at the start" if self._agreed is None else f"after step {self._agreed}"
         more = f". {number - len(differences)} more groups of ranks differ" if number > len(differences) else ""
@@ -115,12 +115,12 @@ def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
     """This rank's part of each tensor that other ranks hold too, and along which axes of the mesh."""
     mesh, parameters = trainer.mesh, dict(trainer.model.named_parameters())
     moments = optimizer_state(trainer.model, trainer.optimizer)
-    found = {}
+    copied = {}
     for name, tensor in {**parameters, **moments}.items():
         parameter = parameters[name if name in parameters else name.rpartition(".")[0]]
         if axes := [axis for axis in copy_axes(parameter, mesh) if mesh.sizes[axis] > 1]:
-            found[name] = local_part(tensor), axes
-    return found
+            copied[name] = local_part(tensor), axes
+    return copied
 
 
 def checksums_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
@@ -129,9 +129,9 @@ def checksums_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     device, state = trainer.mesh.device, trainer.precision.step_state
     shared: dict[str, dict[str, Tensor]] = {**{axis: {} for axis in trainer.mesh.sizes}, "all": {}}
     for name, (tensor, axes) in tensors_of(trainer).items():
-        found = checksum(tensor).to(device)
+        own_sum = checksum(tensor).to(device)
         for axis in axes:
-            shared[axis][name] = found
+            shared[axis][name] = own_sum
     shared["all"] |= {name: checksum(buffer).to(device) for name, buffer in trainer.model.named_buffers()}
     states = {
         "data": json.dumps(trainer.data.loader.state_dict()).encode(),
