@@ -407,13 +407,19 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
 def move_aside(folder: Path, why: str = "damaged") -> Path:
     """Rename a checkpoint to `NAME.damaged`, or `NAME.damaged.1` and so on; returns the new path. why: `damaged`, or
     `returned`."""
-    number, target = 0, folder.with_name(f"{folder.name}.{why}")
-    while os.path.lexists(target):
-        number += 1
-        target = folder.with_name(f"{folder.name}.{why}.{number}")
+    target = free_name(folder.with_name(f"{folder.name}.{why}"))
     os.rename(folder, target)
     sync_folder(folder.parent)
     return target
+
+
+def free_name(path: Path) -> Path:
+    """The first of `path`, `path.1`, `path.2`, ... that does not exist."""
+    number, free = 0, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def clean_stale(root: Path) -> list[str]:

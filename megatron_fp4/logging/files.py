@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_fp4.checkpoint.files import open_plain, sync_folder
+from megatron_fp4.checkpoint.files import free_name, open_plain, sync_folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -217,10 +217,7 @@ def move_aside(path: Path) -> Path | None:
     """Rename a file or folder, if it exists, to `name.1` or the first free number; returns the new path, or None."""
     if not os.path.lexists(path):
         return None
-    number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):
-        number += 1
-    path.rename(target)
+    target = path.rename(free_name(path))
     sync_folder(path.parent)
     return target
 
