@@ -189,12 +189,12 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
 def _may_log_in() -> bool:
     """Whether wandb could find a key here. Does not import wandb, which takes seconds. Only the first rank logs in, and
     wandb's own WANDB_MODE has priority."""
-    of = os.environ.get
-    if of("RANK", "0") != "0" or of("WANDB_MODE", "online") != "online":
+    get = os.environ.get
+    if get("RANK", "0") != "0" or get("WANDB_MODE", "online") != "online":
         return True
-    settings = os.path.join(of("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
-    paths = (of("NETRC", "~/.netrc"), "~/_netrc", settings)
-    keys = of("WANDB_API_KEY") or of("WANDB_IDENTITY_TOKEN_FILE")
+    settings = os.path.join(get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+    paths = (get("NETRC", "~/.netrc"), "~/_netrc", settings)
+    keys = get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE")
     return bool(keys) or any(Path(path).expanduser().is_file() for path in paths)
 
 
