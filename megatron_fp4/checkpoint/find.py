@@ -170,10 +170,9 @@ class Finder:
                 damaged.append(Damage(folder.name, error.reasons, unreadable=error.unreadable))
                 self._report(damaged[-1])
             else:
-                names = self.sync.on_rank0(
-                    "scan", lambda step=manifest.step: [path.name for path, older in candidates if older.step > step]
-                )
-                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer), returned=tuple(names))
+                step = manifest.step
+                later = self.sync.on_rank0("scan", lambda: [path.name for path, it in candidates if it.step > step])  # noqa: B023
+                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer), tuple(later))
         if not damaged:
             return None
         listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
