@@ -95,11 +95,10 @@ class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
     sources: at least those that the schedule names, all with the same seq_length and seed. rank, num_ranks: of the
-    ranks that compute other micro-batches. num_workers: processes that
-    prepare the micro-batches of the next two steps; with 0 the rank reads each micro-batch when it needs it. device:
-    the rank's; for a GPU, micro-batches are in page-locked memory. timeout_seconds: how long to wait for the workers
-    before an error that names them; 0: without limit. masked, boundary_loss: `data.documents=masked`,
-    `data.boundary_loss`.
+    ranks that compute other micro-batches. num_workers: processes that prepare the micro-batches of the next two steps;
+    with 0 the rank reads each micro-batch when it needs it. device: the rank's; for a GPU, micro-batches are in
+    page-locked memory. timeout_seconds: how long to wait for the workers before an error that names them; 0: without
+    limit. masked, boundary_loss: `data.documents=masked`, `data.boundary_loss`.
 
     Raises ValueError if a source is missing.
     """

@@ -47,6 +47,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """The files of a tokenizer in a folder of transformers."""
+_WITHOUT = "export with --no-tokenizer"
+# Of each source, compared after an export: documents, and tokens of each.
+_DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
 
 
 def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> TextTokenizer | None:
@@ -224,9 +227,6 @@ def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequen
         )
 
 
-_WITHOUT = "export with --no-tokenizer"
-
-
 def texts_of_data(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> list[str]:
     """The beginnings of some documents of the data that the checkpoint's run trained on, as far as it is on this
     machine and its paths may be opened: at most _DOCUMENTS of each source, _DOCUMENT_TOKENS each."""
@@ -243,12 +243,9 @@ def texts_of_data(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> list[str]
     return texts
 
 
-_DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
-
-
 def _converted(tokenizer: TextTokenizer) -> str:
     def refusal(why: str) -> ValueError:
-        return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; export with --no-tokenizer")
+        return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; {_WITHOUT}")
 
     try:
         # Not `import ... as`, because the package may also have a function with this name.
