@@ -163,13 +163,17 @@ class DataBundle:
         return found[:8] + ([f"warning: and {len(found) - 8} more files are read twice"] if len(found) > 8 else [])
 
 
+class TokenIdError(ValueError):
+    """A token id outside the model's vocabulary: another start would fail in the same way."""
+
+
 def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the model's vocabulary, before an embedding kernel fails on it."""
+    """Raise TokenIdError for an id outside the model's vocabulary, before an embedding kernel fails on it."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{what} ({stream}) has token ids from {low} to {high}, outside the model's vocabulary of {vocab_size}: it "
-            "was made with another tokenizer; raise model.vocab_size or prepare the data again"
+        raise TokenIdError(
+            f"{what} ({stream}) has the token id {low if low < 0 else high}, outside the model's vocabulary of "
+            f"{vocab_size}: it was made with another tokenizer; raise model.vocab_size or prepare the data again"
         )
 
 
@@ -323,17 +327,28 @@ class IndexedDataset:
         return offsets
 
     @cached_property
-    def _identity(self) -> str:
-        digest = hashlib.sha256()
+    def _sampled(self) -> tuple[str, np.ndarray]:
+        """The identity, and the least and largest id of each block of tokens that it covers."""
+        digest, ids = hashlib.sha256(), list[int]()
         for file in (self._index, self._tokens):
             digest.update(file.size.to_bytes(8, "little"))
-            if file.size <= _IDENTITY_BLOCKS * _IDENTITY_BYTES:
-                digest.update(file.read(0, file.size, exact=True))
-                continue
-            for block in range(_IDENTITY_BLOCKS):
-                start = block * (file.size - _IDENTITY_BYTES) // (_IDENTITY_BLOCKS - 1)
-                digest.update(file.read(start, _IDENTITY_BYTES, exact=True))
-        return f"blocks-1:{digest.hexdigest()}"
+            starts, length = [0], file.size
+            if file.size > _IDENTITY_BLOCKS * _IDENTITY_BYTES:
+                places, length = range(_IDENTITY_BLOCKS), _IDENTITY_BYTES
+                starts = [block * (file.size - _IDENTITY_BYTES) // (_IDENTITY_BLOCKS - 1) for block in places]
+            for start in starts:
+                content = file.read(start, length, exact=True)
+                digest.update(content)
+                if file is self._tokens:  # a block may begin and end within a token
+                    begin, size = -start % self.dtype.itemsize, self.dtype.itemsize
+                    tokens = np.frombuffer(content, self.dtype, (length - begin) // size, begin)
+                    ids += [int(tokens.min()), int(tokens.max())]
+        return f"blocks-1:{digest.hexdigest()}", np.array(ids)
+
+    @property
+    def sampled_ids(self) -> np.ndarray:
+        """Ids of the dataset, among them the least and the largest one of the tokens that `identity` covers: int64."""
+        return self._sampled[1]
 
     def identity(self) -> str:
         """`blocks-1:` and a sha256 over the `.idx` and then the `.bin`. Of each file it covers the size (u64) and 16
@@ -343,7 +358,7 @@ class IndexedDataset:
         It differs for another tokenizer, corpus or preparation and takes milliseconds for any size. It does not depend
         on the path, and does not detect a changed bit between the blocks.
         """
-        return self._identity
+        return self._sampled[0]
 
     def check_index(self, entries: int, blocks: int | None = None) -> None:
         """Check `blocks` blocks of `entries` entries of the index each, evenly spaced from end to end; None: check the

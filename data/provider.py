@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from data.builtin import check_builtin, open_builtin
-from data.indexed import DataBundle
+from data.indexed import DataBundle, TokenIdError
 from data.loader import MicroBatch, MicroBatchLoader
 from data.megatron_order import MegatronSchedule, check_megatron, held_out_by_split
 from data.order import Samples, SampleSource
@@ -70,12 +70,14 @@ class PlannedUse(NamedTuple):
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened data of a run. statistics: of the targets of each held-out set; empty from `open_alone`."""
+    """The opened data of a run. statistics: of the targets of each held-out set; empty from `open_alone`. refusal: what
+    the loader raises for data that the user has to correct; after another error, another start may succeed."""
 
     bundle: DataBundle
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     statistics: dict[str, TargetStatistics] = field(default_factory=dict)
+    refusal: ClassVar[type[Exception]] = TokenIdError
 
     @property
     def phases(self) -> PhaseSchedule:

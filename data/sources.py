@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource
+from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource, check_ids
 from data.storage import is_url, list_objects, map_in_threads, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -154,7 +154,8 @@ def open_indexed(
     is known; its `eod_token` ends a document. remote_cache: as for IndexedDataset.
 
     Raises FileNotFoundError; ValueError for a damaged file, a pattern that matches nothing, a file in both training and
-    validation data, a tokenizer with more ids than the model, or files that another tokenizer made by their `.json`.
+    validation data, a tokenizer with more ids than the model, files that another tokenizer made by their `.json`, or
+    ids outside the model's vocabulary in a sample of a file.
     """
     named = {
         key: {name: prefixes(f"{key}.{name}", value) for name, value in (values or {}).items()}
@@ -192,6 +193,8 @@ def open_indexed(
             f"the tokenizer {tokenizer or 'of the data'} has {num_ids} ids and the model only {vocab_size}: "
             f"set model.vocab_size to {num_ids} or more"
         )
+    for (key, _), dataset in datasets.items():
+        check_ids(key, dataset, dataset.sampled_ids, vocab_size)
 
     def streams(key: str) -> dict[str, TokenSource]:
         parts = {name: [datasets[f"{key}.{name}", path] for path in found] for name, found in named[key].items()}

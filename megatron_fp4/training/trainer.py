@@ -497,7 +497,10 @@ class Trainer:
     def _batches(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
         if first < last:
             with closing(self.data.loader.steps(first, last)) as batches:
-                yield from self.progress.loading(batches, first + 1)
+                try:
+                    yield from self.progress.loading(batches, first + 1)
+                except self.data.refusal as error:
+                    raise ConfigError(str(error)) from error
 
     def _saves_ended(self, save_failed: bool = False) -> None:
         """Record the saves that have ended. save_failed: whether one failed on any rank."""

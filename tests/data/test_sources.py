@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data.indexed import IndexedDataset
@@ -101,6 +102,29 @@ def test_a_tokenizer_that_did_not_make_the_files_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"data\.sources\.web: .*web was made with another tokenizer \(0123456789ab"):
         open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
     assert open_indexed(1000, {"web": prefix}).tokenizer is None
+
+
+def test_ids_outside_the_vocabulary_are_refused_where_a_sample_shows_them(tmp_path: Path) -> None:
+    """The sample: 16 blocks of 4 KiB, evenly spaced. Here some begin and end within a token."""
+    starts = np.array([block * (200_000 - 4096) // 15 for block in range(16)])
+    assert {*starts % 4} != {0}
+    first, end = -(-starts // 4), (starts + 4096) // 4  # the tokens that are in a block as a whole
+    for held_out in (False, True):
+        for place, is_seen in ((first[1], True), (end[7] - 1, True), (end[7] + 1, False), (first[9] - 2, False)):
+            tokens = np.full(50_000, 5)
+            tokens[place] = 1000
+            prefix = write(tmp_path / "web_1", [tokens], np.int32).prefix
+            sources = {"web": [write_random(tmp_path / "web_0").prefix, prefix]}
+            given = ({"more": write_random(tmp_path / "more").prefix}, sources) if held_out else (sources,)
+            open_indexed(1001, *given)
+            if not is_seen:
+                open_indexed(1000, *given)
+                continue
+            with pytest.raises(ValueError) as refusal:
+                open_indexed(1000, *given)
+            key = "data.validation.web" if held_out else "data.sources.web"
+            expected = f"{key} ({prefix}) has the token id 1000, outside the model's vocabulary of 1000: it was made"
+            assert str(refusal.value).startswith(expected)
 
 
 EOD, SEP = {"token": "<|endoftext|>", "id": 0}, {"token": "!", "id": 1}
