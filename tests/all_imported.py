@@ -1,8 +1,6 @@
 """A fork server imports this module last (tests/programs.py). It excludes all modules loaded so far from garbage
 collection; otherwise each forked process would copy their memory pages."""
 
-from __future__ import annotations
-
 import gc
 
 gc.collect()

@@ -1,7 +1,5 @@
 """Configurations for tests: composed once, changed cheaply."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import is_dataclass, replace
 from functools import cache

@@ -6,8 +6,6 @@ Prints a table. The exit code is 1 if anything is lost or a run does not react t
 Overrides of pretrain.py may follow; those of `make test-gpu` make the model very small.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

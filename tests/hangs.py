@@ -37,15 +37,16 @@ PLACES = {
     "export": r"step \d+, export",
     "process of an export": r"step \d+, export",
 }
-RUN = [
+TINY = [
     *["model.pattern=M*-", "model.vocab_size=512", "model.hidden_dim=32", "model.ffn_dim=32", "model.head_dim=16"],
     *["model.num_query_heads=2", "model.num_kv_heads=1", "model.mamba_num_heads=2", "model.mamba_head_dim=16"],
     *["model.mamba_num_groups=1", "model.mamba_state_dim=16", "model.mamba_chunk_size=16"],
     *["model.nvfp4_bf16_blocks.last=0", "precision.switch.when=never", "train.global_batch_size=2"],
-    *["train.micro_batch_size=1", "train.sequence_length=16", "train.steps=2", "checkpoint.interval=2"],
-    *["validation.interval=0", "logging.report=false", "logging.tensorboard=false", "run.device=cpu"],
-    *["data=indexed", "data.phases=[{name: main, blend: {a: 1}}]", "data.num_workers=0", "parallel.timeout_seconds=6"],
+    *["train.micro_batch_size=1", "train.sequence_length=16", "checkpoint.interval=2", "run.device=cpu"],
+    *["data=indexed", "data.num_workers=0"],
 ]
+RUN = [*TINY, "train.steps=2", "validation.interval=0", "logging.report=false", "logging.tensorboard=false"]
+RUN += ["data.phases=[{name: main, blend: {a: 1}}]", "parallel.timeout_seconds=6"]
 
 
 class Hang(NamedTuple):

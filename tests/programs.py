@@ -5,8 +5,6 @@ Such a process is like `python program.py`, except that the modules of `PRELOAD`
 it is killed when its parent ends, so killed tests leave no runs behind.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import multiprocessing

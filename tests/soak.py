@@ -13,8 +13,6 @@ losses; bits of weights, moments and generators in the last checkpoints; and the
 a table and all differences. If there are any, the exit code is 1, and the folders of their rounds are kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib
@@ -44,13 +42,8 @@ from tests.programs import environments_of_ranks, fork_server
 
 STARTS = 12  # at most so many disturbed starts in a round
 RUN = [
-    *["model.pattern=M*-", "model.vocab_size=512", "model.hidden_dim=32", "model.ffn_dim=32", "model.head_dim=16"],
-    *["model.num_query_heads=2", "model.num_kv_heads=1", "model.mamba_num_heads=2", "model.mamba_head_dim=16"],
-    *["model.mamba_num_groups=1", "model.mamba_state_dim=16", "model.mamba_chunk_size=16"],
-    *["model.nvfp4_bf16_blocks.last=0", "precision.switch.when=never", "train.global_batch_size=2"],
-    *["train.micro_batch_size=1", "train.sequence_length=16", "validation.interval=7", "validation.num_samples=2"],
-    *["train.steps=16", "checkpoint.interval=2", "checkpoint.keep=2", "run.device=cpu"],
-    *["data=indexed", "data.num_workers=0", "parallel.timeout_seconds=120"],
+    *[*hangs.TINY, "train.steps=16", "checkpoint.keep=2", "validation.interval=7", "validation.num_samples=2"],
+    "parallel.timeout_seconds=120",
     "data.phases=[{name: one, fraction: 0.5, blend: {a: 1}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]",
 ]
 # An undisturbed start takes seconds; one that takes this many seconds hangs.

@@ -1,7 +1,5 @@
 """Runs of pretrain.py on ranks of `launch`, with spikes and a kill in chosen steps."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

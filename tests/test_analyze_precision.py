@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -87,9 +85,7 @@ SHAPES = [
     for name, out in (("up_proj", 256), ("down_proj", 64))
 ]
 # The error of wgrad rises from linear to linear, that of dgrad falls, and that of fprop is the same everywhere.
-ERRORS = {
-    shape.name: {"fprop": 0.14, "dgrad": 0.2 - 0.01 * i, "wgrad": 0.1 + 0.02 * i} for i, shape in enumerate(SHAPES)
-}
+ERRORS = {s.name: {"fprop": 0.14, "dgrad": 0.2 - 0.01 * i, "wgrad": 0.1 + 0.02 * i} for i, s in enumerate(SHAPES)}
 
 
 def test_linears_with_the_largest_errors_come_first() -> None:

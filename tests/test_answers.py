@@ -1,7 +1,5 @@
 """What pretrain.py can answer without torch, in programs where importing torch fails; and sweeps of several runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

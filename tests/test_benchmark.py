@@ -1,7 +1,5 @@
 """scripts/benchmark.py: each command runs at small sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pretrain.configure` makes the precision plans, so impossible ones are refused before ranks wait for each other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """scripts/kubernetes/jobset.yaml agrees with itself, launch_node.sh and the exit codes; the Dockerfile is linted."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`data.seed` decides the order of the data, `run.seed` everything else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """scripts/fingerprint.py: the configurations of its cases are valid, and a hash changes with every bit."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/generate.py on the checkpoint of a small run, and the texts that the run itself recorded."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command of make test-gpu, without a GPU: its steps and how it reports them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Imports go down only: a package may import the packages below it (CONTRIBUTING.md), except in code that runs only as
 a program; and no modules import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

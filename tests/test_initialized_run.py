@@ -1,7 +1,5 @@
 """Runs that begin with only the weights of a checkpoint: what they load, what they record, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

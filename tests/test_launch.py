@@ -1,7 +1,5 @@
 """The launcher: signals reach the workers, it ends with the run's exit code, and it reports only crashes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The content of a wheel, and the installed command, also beside other packages named data or models."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

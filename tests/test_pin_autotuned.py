@@ -1,7 +1,5 @@
 """The callback that pins the choices of autotuned kernels, and the determinism of Inductor."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

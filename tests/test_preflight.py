@@ -1,7 +1,5 @@
 """--check opens what a run would open, reports what it would need, and changes nothing."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 First starts are new interpreters; those that resume come from a fork server (tests/programs.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -49,13 +47,8 @@ def command(num_processes: int, overrides: list[str], torchrun: str = "torch.dis
 
 def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        as_child(command(num_processes, overrides, torchrun)),
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(as_child(command(num_processes, overrides, torchrun)), env=environment, text=True, **pipes)
 
 
 def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
@@ -135,9 +128,7 @@ def test_a_run_prints_and_writes_everything(straight: Straight, processes: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "at"), [(1, 7), (2, 6)], ids=["after the switch", "at it"])
-def test_a_resumed_run_is_bitwise_the_same(
-    straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int
-) -> None:
+def test_a_resumed_run_is_bitwise_the_same(straight: Straight, small: list[str], tmp_path: Path, processes, at) -> None:
     folder, again = straight(processes)[0], tmp_path / "again"
     checkpoint = folder / "checkpoints" / f"step_{at:08d}"
     run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={checkpoint}", "checkpoint.interval=0"])

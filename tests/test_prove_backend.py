@@ -1,7 +1,5 @@
 """scripts/prove_backend.py on a CPU: what it lists, which faults it finds, and its exit codes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The links between the pages of the documentation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

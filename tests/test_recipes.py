@@ -1,8 +1,6 @@
 """Every recipe on a whole model: the loss and the error of the gradient in the first step, and whether later tokens
 change earlier outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,9 +51,7 @@ def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torc
 
 
 @pytest.mark.parametrize(("name", "causal"), [("bf16", True), ("mxfp8", True), ("fp8_block", True), ("nvfp4", False)])
-def test_later_tokens_change_earlier_outputs_only_through_tensor_maxima(
-    mesh: ParallelMesh, name: str, causal: bool
-) -> None:
+def test_later_tokens_change_earlier_outputs_only_through_tensor_maxima(mesh, name: str, causal: bool) -> None:
     model, (tokens, others) = model_and_tokens(mesh, name)
     later = torch.arange(128) >= 96
     with torch.no_grad():

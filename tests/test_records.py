@@ -1,7 +1,5 @@
 """The tables of docs/research.md are those of docs/records."""
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

@@ -1,8 +1,6 @@
 """scripts/replay.py on real runs: replayed steps equal the recorded ones, and differences are found. A replay on two
 ranks over a rollback is in test_spikes_run.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The report page of a whole run that was resumed and lengthened, compared with another run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The records of a whole run: synced before checkpoints, without values of environment variables, with step times."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """scripts/slurm: which jobs are requeued, with stand-ins for Slurm's commands and for torchrun."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -280,9 +278,7 @@ def test_options_of_a_container(cluster: Cluster) -> None:
 )
 def test_missing_settings_are_named(cluster: Cluster, command: list[str | Path], message: str) -> None:
     environment = {**cluster.environment, "SLURM_GPUS_ON_NODE": ""}
-    done = subprocess.run(
-        ["/bin/bash", *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["/bin/bash", *command], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr
 
 

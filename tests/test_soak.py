@@ -1,7 +1,5 @@
 """A short soak test, and that the soak test notices differences."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

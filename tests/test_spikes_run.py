@@ -1,7 +1,5 @@
 """Spikes in whole runs: skips and rollbacks, the same on all ranks and in a resumed run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of the study's runs: the same bytes each time, without duplicates."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every command whose output cannot be written ends with one line that has the path and the remedy."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

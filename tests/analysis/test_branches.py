@@ -1,13 +1,10 @@
 """`price.py` on a real run: losses are those of real branches; wrong input is refused before anything is trained."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,12 +17,12 @@ import pretrain
 from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
-from megatron_fp4.checkpoint import files
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.training import build, trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
 from scripts import price
+from tests.distributed.one_rank import rewrite_trainer
 from tests.programs import cells, error_line
 from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL, records
@@ -149,12 +146,6 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(trunk: tuple[list[s
     other = "its runs differ from the checkpoint's in model or text: data.kind (builtin, not indexed)"
     assert printed.out.count(other) == 1
     assert "these have 3" in printed.err
-
-
-def rewrite_trainer(folder: Path, trainer: dict[str, Any]) -> None:
-    manifest = files.read_manifest(folder)
-    record = files.write_file(folder / files.TRAINER, json.dumps(trainer))
-    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
 
 
 def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:

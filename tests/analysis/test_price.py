@@ -1,7 +1,5 @@
 """Curves, prices and costs, against losses whose true curve is known; planned times of recipes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

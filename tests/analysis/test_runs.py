@@ -1,7 +1,5 @@
 """Comparing runs: final losses, gaps with or without an interval, and settings that differ besides the recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

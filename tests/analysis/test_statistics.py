@@ -1,7 +1,5 @@
 """Confidence intervals from few numbers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

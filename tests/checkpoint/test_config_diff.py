@@ -1,7 +1,5 @@
 """How a configuration differs from a checkpoint's: what is refused, and what is reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Saves that fail or are abandoned, loads during a run, and crafted checkpoints; in one process."""
 
-from __future__ import annotations
-
-import dataclasses
 import os
 import pickle
 import shutil
@@ -22,7 +19,7 @@ from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from tests.checkpoint.test_shards import Command
-from tests.distributed.one_rank import Job, flip_a_bit, names
+from tests.distributed.one_rank import Job, flip_a_bit, names, rewrite
 
 FULL = OSError(28, "No space left on device", "shard")
 FIRST = "step_00000001"
@@ -195,13 +192,6 @@ def test_a_load_reads_every_file_once(make_job: Callable[..., Job], monkeypatch:
 
 
 # Checkpoints crafted by an attacker
-
-
-def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file and its record in the manifest."""
-    record = files.write_file(folder / name, content)
-    manifest = files.read_manifest(folder)
-    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, name: record}))
 
 
 def crafted_metadata(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """`.metadata`: torch.distributed.checkpoint can read it, and reading it never runs code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

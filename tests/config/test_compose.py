@@ -1,7 +1,5 @@
 """Configurations composed from files, overrides and checkpoints; shipped ones against the tables of the papers."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,9 +150,7 @@ def test_a_saved_switch_that_is_off_may_name_a_config_that_is_gone() -> None:
         ("transformer_60m", {"*": 15, "-": 15, "M": 0}, (0, 6), ("*-", "*-*-"), 0.02),
     ],
 )
-def test_models_have_the_papers_blocks(
-    model: str, blocks: dict[str, int], bf16: Any, fp8_bf16: Any, init_std: float
-) -> None:
+def test_models_have_the_papers_blocks(model: str, blocks: dict[str, int], bf16, fp8_bf16, init_std: float) -> None:
     config = composed(f"model={model}", "precision=fp8_block")
     fp8, pattern = config.precision.bf16_blocks, config.model.pattern
     assert {letter: pattern.count(letter) for letter in "*-M"} == blocks

@@ -1,7 +1,5 @@
 """Values of environment variables are used, and never written."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -113,10 +111,6 @@ def test_a_token_is_in_no_traceback_and_no_record(tmp_path: Path, monkeypatch, c
     errors._print_traceback(error)
     write_state(tmp_path, "crashed", 1, str(error), 0)
     record = logging.LogRecord("", 30, "", 1, "%s", (error,), None)
-    texts = (
-        capsys.readouterr().err,
-        read_state(tmp_path)["reason"],
-        errors.PrintableRecords("%(message)s").format(record),
-    )
-    for text in (*texts, errors.error_line(error)):
+    logged, reason = errors.PrintableRecords("%(message)s").format(record), read_state(tmp_path)["reason"]
+    for text in (capsys.readouterr().err, reason, logged, errors.error_line(error)):
         assert f"{URL} is not there, nor {os.environ['PWD']}" in text

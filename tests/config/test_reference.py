@@ -1,7 +1,5 @@
 """docs/configuration.md agrees with the schema."""
 
-from __future__ import annotations
-
 from scripts import configuration_reference as reference
 
 

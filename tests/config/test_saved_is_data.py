@@ -1,7 +1,5 @@
 """A checkpoint's configuration is untrusted data: reading it opens no connection and reveals no secret."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -10,8 +10,6 @@ place of its number three times in a row, then runs it to its end. Prints the nu
 Prepares FOLDER/out until something is saved, prints `saved` and waits. One worker process tokenizes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

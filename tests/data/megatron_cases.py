@@ -5,8 +5,6 @@ environment, then `python -m tests.data.megatron_cases`. It uses `BlendedMegatro
 pretrain_gpt.py does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Ranks that do not have the same data do not train; the message names the ranks and their data."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from typing import Any
@@ -50,8 +48,7 @@ def test_all_ranks_get_the_same_data_or_the_same_error() -> None:
         if "broken disk" in case:  # the rank with the broken disk raises its own error; a later start may succeed
             assert outcomes.pop(1) == ("OSError", "[Errno 5] Input/output error")
         assert len(set(outcomes)) == 1 and outcomes[0][0] == raised, (case, outcomes)
-        assert "\n" not in outcomes[0][1] and (outcomes[0][1] == "/d/missing.idx does not exist") == (
-            case[0] == "missing"
-        )
+        told = outcomes[0][1]
+        assert "\n" not in told and (told == "/d/missing.idx does not exist") == (case[0] == "missing")
         for word in words:
             assert word.format(host=HOST) in outcomes[0][1], outcomes[0]

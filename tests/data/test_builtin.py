@@ -1,7 +1,5 @@
 """The built-in corpus, made from a small library instead of Python's own."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

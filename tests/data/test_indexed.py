@@ -1,7 +1,5 @@
 """Megatron's file format against its definition; faulty files; concatenated and partial streams."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

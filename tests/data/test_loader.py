@@ -1,8 +1,6 @@
 """The global order of samples is the same at any data-parallel size and worker count, and after a restart. A run may
 resume with changed future phases, added files and more steps, but never with other data in its past."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from typing import Any
@@ -60,9 +58,7 @@ def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list
     ("start", "dp_size", "options"),
     [(0, 4, {}), (9, 1, {"num_workers": 2}), (10, 2, {"num_workers": 1}), (15, 2, {"consecutive": True})],
 )
-def test_the_order_is_the_same_on_any_number_of_ranks_and_from_any_step(
-    start: int, dp_size: int, options: dict[str, Any]
-) -> None:
+def test_the_order_is_the_same_on_any_number_of_ranks_and_from_any_step(start: int, dp_size: int, options) -> None:
     """A start may be in the middle of a phase, at a boundary or after it."""
     steps = whole_steps(start, 20, dp_size, **options)
     assert [row for step in steps for row in rows_of(step)] == seen(loader(), start, 20)

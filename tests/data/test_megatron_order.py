@@ -1,7 +1,5 @@
 """Megatron's order of samples, against recordings of Megatron-core (megatron_cases.py) and against its rules."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Orders of samples: each token once an epoch, numbered documents, another order in each epoch, added files."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import chain

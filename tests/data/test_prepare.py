@@ -1,7 +1,5 @@
 """Preparing text as tokens: what is written, what is skipped, and that a killed command resumes to the same bytes."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json
@@ -191,9 +189,7 @@ class Limited(HuggingFaceTokenizer):
         return super().encode_batch(texts)
 
 
-def test_a_document_that_the_tokenizer_cannot_encode_is_skipped_and_named(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path
-) -> None:
+def test_a_document_that_the_tokenizer_cannot_encode_is_skipped_and_named(tokenizer, tmp_path: Path) -> None:
     path, limited = tmp_path / "a.jsonl", Limited(tokenizer.content, "t.json")
     json_lines(path, ["good", "too much", "long " * 30 + "too much", "also good"])
     parts, reports, options = open_files("json", [path]), list[str](), Options(0, max_document_bytes=64)

@@ -1,7 +1,5 @@
 """Data in an object store: moto's S3 server on this machine, with injected faults."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """The values of `data.sources`, and which files they name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Reads of local files, and folders that are built once."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor

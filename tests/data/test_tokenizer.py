@@ -1,7 +1,5 @@
 """Tokenizers from every kind of file: one interface, the ids of their libraries, one line for a faulty file."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

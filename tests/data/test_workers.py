@@ -1,7 +1,5 @@
 """Loader workers ignore the rank's signals, end with the rank, and their death is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

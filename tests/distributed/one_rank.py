@@ -1,14 +1,15 @@
 """A run on one rank, in this process, for tests of checkpoints."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -60,6 +61,16 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def rewrite(folder: Path, name: str, content: bytes | str, **changes: Any) -> None:
+    """Replace a file of a checkpoint and its record in the manifest, and change other fields of the manifest."""
+    record, manifest = files.write_file(folder / name, content), files.read_manifest(folder)
+    files.write_manifest(folder, replace(manifest, files={**manifest.files, name: record}, **changes))
+
+
+def rewrite_trainer(folder: Path, state: Any, **changes: Any) -> None:
+    rewrite(folder, files.TRAINER, json.dumps(state), **changes)
 
 
 def names(root: Path) -> list[str]:

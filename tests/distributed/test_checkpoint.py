@@ -1,8 +1,6 @@
 """Checkpoints of two processes: resumes have the same bits, saves are killed or fail. (test_resharding.py: other
 meshes.)"""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

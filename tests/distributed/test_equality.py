@@ -1,8 +1,6 @@
 """Loss, gradients, weights, codes, gradient norm and generated texts of a model on every mesh are those of one process;
 and ranks multiply by the weights that are exported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FSDP gathers codes of quantized weights once per step, and a run has the same bits as without gathered codes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field

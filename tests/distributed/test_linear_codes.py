@@ -1,7 +1,5 @@
 """With the same input and output gradient, a linear has the same codes at every tensor-parallel size."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

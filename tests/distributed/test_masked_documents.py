@@ -1,7 +1,5 @@
 """Masked documents on every mesh: the results are those of one process, and all targets that count weigh the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """`parallel.reproducible`: losses, norms, weights and moments have the same bits on any power of two of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A checkpoint loaded on another mesh: weights, moments and logits of a resumed run; only the weights of a new run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

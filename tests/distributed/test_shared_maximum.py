@@ -1,7 +1,5 @@
 """The self-test of ranks that share a tensor's maximum notices a rank that scales by its own maximum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

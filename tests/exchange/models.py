@@ -1,7 +1,5 @@
 """Small checkpoints of every kind of model, with weights that make conversion errors visible."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading damaged checkpoints and links; output folders that are complete or do not exist."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

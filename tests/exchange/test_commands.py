@@ -1,15 +1,12 @@
 """scripts/convert.py: what it refuses, with exit code 2, one line that says what to do, and every file unchanged; and
 what it prints on success."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from data.tokenizer import train_tokenizer
 from megatron_fp4.checkpoint import files
 from megatron_fp4.parallel.mesh import ParallelMesh
 from scripts import convert
-from tests.distributed.one_rank import flip_a_bit
+from tests.distributed.one_rank import flip_a_bit, rewrite_trainer
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 
 Change = Callable[[Path], Any]
@@ -69,17 +66,13 @@ def pipe(name: str) -> Change:
 
 def naming_a_path(folder: Path) -> None:
     """Let the checkpoint be of a run whose configuration names the folder of a tokenizer."""
-    manifest = files.read_manifest(folder)
-    trainer = files.read_trainer(folder, manifest)
+    trainer = files.read_trainer(folder, files.read_manifest(folder))
     trainer["config"]["data"]["tokenizer"] = str(folder.with_name("other"))
-    records = {**manifest.files, files.TRAINER: files.write_file(folder / files.TRAINER, json.dumps(trainer))}
-    files.write_manifest(folder, replace(manifest, weights_only=False, files=records))
+    rewrite_trainer(folder, trainer, weights_only=False)
 
 
 def wrong_types(folder: Path) -> None:
-    manifest = files.read_manifest(folder)
-    record = files.write_file(folder / files.TRAINER, json.dumps({"config": {"precision": 3}}))
-    files.write_manifest(folder, replace(manifest, files={**manifest.files, files.TRAINER: record}))
+    rewrite_trainer(folder, {"config": {"precision": 3}})
 
 
 # (command, change of a copy of a valid folder, arguments, words of the line). In arguments, {it} is that folder, {out}

@@ -1,8 +1,6 @@
 """Exports during a run: when they start, what they leave, and how failures are reported, with a stand-in for the
 exporter; and pretrain.py with exports."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

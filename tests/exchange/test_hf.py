@@ -1,7 +1,5 @@
 """Exported folders in transformers: the same logits and greedy texts, and none of the known traps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Megatron-core's checkpoints, without megatron-core: compared with listings of its keys, with torch's own reader and
 with orders of rows by hand; folders of other writers; damaged ones; and that no code in them is run."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

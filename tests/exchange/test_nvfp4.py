@@ -1,7 +1,5 @@
 """Exported NVFP4 weights are the operands of the model's GEMMs, bit for bit; quantization configs of the layouts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

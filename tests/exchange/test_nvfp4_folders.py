@@ -1,7 +1,5 @@
 """NVFP4 folders exported from trained checkpoints: checked by the command, and read by the packages of the formats."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Exported tokenizers of every kind, read by transformers."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss with its softmax in Triton: as in PyTorch, and close to FP64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@ of weights; on one rank, with FSDP over one and two ranks on one GPU, and with n
 of the native backends, which need Blackwell.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Sums of a row's squares on the GPU: right, and the same whichever rows a rank has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

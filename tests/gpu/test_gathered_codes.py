@@ -1,7 +1,5 @@
 """Weights as 4-bit codes on a GPU: kernels against the reference on a CPU, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -53,9 +53,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
         *((name, torch.float32, 3) for name in ("nvfp4", "mxfp4, square weights")),
     ],
 )
-def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(
-    name: str, dtype: torch.dtype, num_groups: int
-) -> None:
+def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name: str, dtype, num_groups: int) -> None:
     """Weights are kept as codes on the GPU and as values on the CPU. Groups of 84 rows are padded."""
     x, w, dy = tensors(128, 384, (128 if INTERPRETED else 256) if num_groups == 1 else 84 * num_groups)
     gemms: dict[str, list[tuple[Tensor, Tensor | None]]] = {"cpu": [], "cuda": []}

@@ -1,7 +1,5 @@
 """The fused path is close to the PyTorch path on a GPU: each part, and a whole model, with and without documents."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import warnings

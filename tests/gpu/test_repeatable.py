@@ -3,8 +3,6 @@
 The whole program in processes of its own, some minutes in all.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`parallel.reproducible` gives the same bits on 1, 2 and 4 ranks that share one GPU, over gloo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each is pretrain.py in a process of its own on the tiny model, through its switc
 And the same run twice, one of which measures its gradient noise.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """A training step on a GPU: nothing but its own numbers are waited for, after the update, which is as if they were."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Linears on two GPUs with sequence parallelism: the operands of all GEMMs have the bits of one GPU."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from typing import Any

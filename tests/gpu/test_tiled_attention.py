@@ -1,7 +1,5 @@
 """Attention in tiles on a GPU: close to FP64, the same bits in every run and in a CUDA graph, documents masked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

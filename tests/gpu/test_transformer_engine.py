@@ -12,8 +12,6 @@ of them can be; and fewer than one element in 10^4 may differ. Codes of transfor
 transformed tensor, Transformer Engine's.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small models as checkpoints and as Hugging Face folders, with a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/evaluate.py --validation: the framework's validation loss is that of the exported model in transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """scripts/evaluate.py with lm-eval and transformers: scores, against lm-eval's own class and sums by hand; the table;
 refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

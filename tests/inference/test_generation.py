@@ -1,8 +1,6 @@
 """Generation with a cache against recomputing the whole prefix for each token; sampling against its definition and the
 frequencies of many draws; streaming text from tokens."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

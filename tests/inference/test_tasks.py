@@ -1,8 +1,6 @@
 """The tasks of the built-in corpus: they contain no training text, and their items are as documented. They need no
 network: libraries that would use it are imported only after the environment tells them to stay offline."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Weights as trained: the codes of the training's forward pass, with unquantized activations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

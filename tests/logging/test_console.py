@@ -1,7 +1,5 @@
 """What a run prints: lines, a bar, tables; and that a run continues if printing fails."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

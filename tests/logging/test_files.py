@@ -1,7 +1,5 @@
 """Records survive kills and full disks; files are replaced atomically."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The records of a run; TensorBoard and wandb, also when they fail; and how the wall time is accounted for."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

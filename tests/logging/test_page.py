@@ -1,7 +1,5 @@
 """The report page and the pictures of runs: what they show, and that a page loads no other file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Writes records of invented steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path

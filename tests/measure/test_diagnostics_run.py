@@ -1,7 +1,5 @@
 """Diagnostics, gradient noise, replays and rechecks during training steps of a real model on several ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -30,9 +28,7 @@ ALL_THE_WAY = Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR))
 CONFIG = ModelConfig(
     pattern="*-", vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=16
 )
-LINEARS = [
-    f"blocks.{name}" for name in ("0.mixer.qkv_proj", "0.mixer.out_proj", "1.mixer.up_proj", "1.mixer.down_proj")
-]
+LINEARS = [f"blocks.{name}_proj" for name in ("0.mixer.qkv", "0.mixer.out", "1.mixer.up", "1.mixer.down")]
 
 
 class Run:

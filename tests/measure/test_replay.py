@@ -1,8 +1,6 @@
 """A micro-batch is computed twice to find faulty machines. That this does not change the run is in
 test_diagnostics_run.py."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models for tests, and copies of their parameters in FP64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Mamba-2's recurrence token by token, the reference for chunked scans."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

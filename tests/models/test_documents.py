@@ -1,7 +1,5 @@
 """Masked documents: the results of a document in a row are those of the document alone."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

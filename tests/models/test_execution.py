@@ -1,7 +1,5 @@
 """Which kernels a run uses, and what it recomputes in the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The scan against its recurrence in FP64, and Triton's conditions for the tiles of attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

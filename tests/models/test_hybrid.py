@@ -1,7 +1,5 @@
 """Whole models: gradients under FSDP, numbers of parameters, FLOPs, initial values."""
 
-from __future__ import annotations
-
 import copy
 import math
 

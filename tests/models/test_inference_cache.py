@@ -1,7 +1,5 @@
 """Texts that continue from a cache have the logits of a forward pass over the whole text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Each mixer against its formula in FP64, with weights in the row order of published checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

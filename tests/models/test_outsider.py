@@ -1,8 +1,6 @@
 """A kind of block that no shipped model has, made of one row of `MIXERS`: its auxiliary loss, buffer, three-dimensional
 weight, and shapes that vary; in a run, on two ranks, and refused for export before the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

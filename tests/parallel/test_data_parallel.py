@@ -1,7 +1,5 @@
 """One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks without FSDP2's hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Process groups end in time, and start again after a restart."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The dry run: sizes per rank counted by hand, and messages counted from the source."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback
@@ -28,9 +26,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def configured(
-    precision: str = "nvfp4", model: ModelConfig = MODEL, recompute: str = "none", **changes: object
-) -> Config:
+def configured(precision: str = "nvfp4", model: ModelConfig = MODEL, recompute: str = "none", **changes) -> Config:
     base = composed(f"precision={precision}")
     train = TrainConfig(global_batch_size=64, micro_batch_size=1, sequence_length=128)
     train = replace(train, activation_checkpointing=recompute)

@@ -1,7 +1,5 @@
 """Planned times in 4 bits, against published measurements on Blackwell."""
 
-from __future__ import annotations
-
 from typing import get_args, get_type_hints
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of docs/parallelism.md: planned beside measured steps, and starts on 64 GPUs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

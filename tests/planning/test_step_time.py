@@ -1,7 +1,5 @@
 """The planned time of a step, against bounds counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

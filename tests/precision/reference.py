@@ -160,9 +160,7 @@ def context_of(recipe: Recipe, num_groups: int = 1, first_output: int = 0, **set
     return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, step_state=StepState(seed=1), **settings)
 
 
-def tensors(
-    tokens: int, inputs: int, outputs: int, seed: int = 0, dtype=torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(tokens: int, inputs: int, outputs: int, seed: int = 0, dtype=torch.float32) -> tuple[Tensor, ...]:
     """x, w and dy of realistic magnitudes, with values that are exact in BF16."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, inputs, generator=generator)

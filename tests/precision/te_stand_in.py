@@ -7,8 +7,6 @@ in cuBLAS's order if the kernels of compute capability 10.0 write them so. The n
 releases.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator
@@ -118,9 +116,7 @@ class NVFP4Quantizer:
         return pack_codes(codes), padded(made.scales.view(torch.uint8), 128, 4), made.amax.reshape(1).clone()
 
 
-def general_gemm(
-    A, B, *, out_dtype, layout, grad, use_split_accumulator, out=None, accumulate=False
-) -> tuple[Any, ...]:
+def general_gemm(A, B, *, out_dtype, layout, grad, use_split_accumulator, out=None, accumulate=False):
     """op(B) op(A)^T of row-major matrices: cuBLAS's op(A) op(B), which is column-major."""
     assert layout in ("TN", "NN", "NT") and (out is None or out.is_contiguous()) and use_split_accumulator
     GEMMS.append({"layout": layout, "out_dtype": out_dtype, "grad": grad, "accumulate": accumulate})

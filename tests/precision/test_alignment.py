@@ -1,7 +1,5 @@
 """Every linear that can be configured has the sizes that kernels require; a CPU tests this without the kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -68,11 +66,8 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
         for _, module in built.linears():
             context, (outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
             sharding = context.sharding
-            has_slices, num_groups = (
-                (sharding.in_tokens is not None, sharding.out_tokens is not None),
-                sharding.num_groups,
-            )
-            sizes = outputs // num_groups % 128, outputs % 128, inputs % 128, num_groups > 1
+            has_slices, groups = (sharding.in_tokens is not None, sharding.out_tokens is not None), sharding.num_groups
+            sizes = outputs // groups % 128, outputs % 128, inputs % 128, groups > 1
             found[sizes, has_slices, sharding.keep_padding] = (outputs, inputs), context
     assert len(found) >= 4
     return list(found.values())

@@ -1,7 +1,5 @@
 """The table of keys in device memory has the same keys as the host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

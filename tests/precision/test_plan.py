@@ -55,9 +55,8 @@ def exception(names: list[str], precision: str, blocks: str = "") -> ComposedExc
 def not_by_the_run(plan: Plan) -> dict[str, tuple[str, str]]:
     """Name without its prefix -> recipe and reason, for linears without the run's recipe."""
     rows = [row for row in plan.rows if row.reason != "the run's recipe"]
-    return {
-        row.linear.name.removeprefix("blocks.").replace(".mixer", ""): (row.recipe.name, row.reason) for row in rows
-    }
+    names = [row.linear.name.removeprefix("blocks.").replace(".mixer", "") for row in rows]
+    return {name: (row.recipe.name, row.reason) for name, row in zip(names, rows, strict=True)}
 
 
 def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
@@ -70,13 +69,7 @@ def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
 def test_an_own_model_keeps_its_last_blocks_in_bf16():
     """15% of them, rounded up, unless its file says otherwise."""
     model = composed("model.nvfp4_bf16_blocks={first: 0, last: null}", "precision=nvfp4").precision.bf16_blocks
-    assert model.last is None and {n: model.num_last(n) for n in (1, 6, 20, 52, 62)} == {
-        1: 1,
-        6: 1,
-        20: 3,
-        52: 8,
-        62: 10,
-    }
+    assert model.last is None and [model.num_last(n) for n in (1, 6, 20, 52, 62)] == [1, 1, 3, 8, 10]
     assert ModelConfig().nvfp4_bf16_blocks.last is None
     reasons = {name: reason for name, (_, reason) in not_by_the_run(plan_of(Bf16BlocksConfig(last=None))).items()}
     assert reasons == {"5.up_proj": "block 5 is the last", "5.down_proj": "block 5 is the last"}
@@ -97,11 +90,9 @@ def test_exceptions_have_recipes_of_their_own():
 
 
 def test_an_exception_without_effect_is_refused():
-    even, all_projections, everything = (
-        exception([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*")
-    )
+    even, projections, everything = (exception([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
     with pytest.raises(ValueError, match=r"exceptions\[2\].names=\['\*'\] has no effect: .*\[0\] and .*\[1\] before"):
-        plan_of(exceptions=[even, all_projections, everything])
+        plan_of(exceptions=[even, projections, everything])
     assert plan_of(exceptions=[even, everything]).num_quantized == 12  # `everything` still matches some alone
     assert plan_of(exceptions=[exception(["*"], "bf16", "E"), exception(["*"], "mxfp8", "E")]).num_quantized == 12
     # BF16 blocks come before exceptions, and may include all linears of one: their number follows the model.

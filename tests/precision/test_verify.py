@@ -1,7 +1,5 @@
 """The self-test and the recheck find faults of a backend, and change no results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -217,9 +215,7 @@ def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor) -> Reche
 
 def faults_of(backend: EmulatedBackend, *tensors: Tensor, recipe=ref.NVFP4) -> list[str]:
     given = tensors or ref.tensors(32, 64, 48)
-    return [
-        fault.removeprefix("rank 0: ") for fault in rechecked(ref.context_of(recipe, backend=backend), *given).faults
-    ]
+    return [f.removeprefix("rank 0: ") for f in rechecked(ref.context_of(recipe, backend=backend), *given).faults]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Substitutes for the NVFP4 kernels on a CPU. They make the kernels' bytes from the reference's codes: the documented
 order is implemented here a second time."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

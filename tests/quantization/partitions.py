@@ -1,8 +1,6 @@
 """Parts of a tensor, each quantized at its place, against the whole tensor: for the PyTorch quantizers and for the
 kernels, on any device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The table of formats, and the arguments of every kernel launch against the kernels' signatures."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager

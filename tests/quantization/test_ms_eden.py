@@ -1,7 +1,5 @@
 """MS-EDEN against a second implementation in NumPy, its edge cases, and its mean over signs and draws."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Any partition of a tensor's rows has the codes of the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weights in square blocks: the codes of parts, cut anywhere, are those of the whole weight."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """NVFP4, MXFP4, MXFP8 and FP8 blocks against an independent implementation (oracle.py), and their edge cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,9 +89,7 @@ def test_leading_dimensions_are_rows_and_any_float_dtype_is_allowed(name: str) -
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @SQUARE
-def test_a_non_finite_element_makes_its_block_non_finite_and_in_nvfp4_all_values(
-    name: str, value: float, square: bool
-) -> None:
+def test_a_non_finite_element_makes_its_block_non_finite_and_in_nvfp4_all_values(name, value: float, square) -> None:
     form, x = FORMATS[name], torch.randn(128, 256)
     x[3, 140] = value
     expected = torch.full((128, 256), form.name == "nvfp4")

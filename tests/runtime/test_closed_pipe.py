@@ -1,7 +1,5 @@
 """Commands whose output is closed by its reader, such as `| head -1`: they clean up and print no error."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How whole runs end, and with which exit code: on request, and by faults of their processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

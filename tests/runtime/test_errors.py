@@ -1,7 +1,5 @@
 """Exit codes; and an error that all ranks have is printed by one of them, before any rank ends with a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

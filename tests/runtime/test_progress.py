@@ -1,7 +1,5 @@
 """Diagnosing which rank holds up a run, and ending ranks that hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

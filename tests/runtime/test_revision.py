@@ -1,7 +1,5 @@
 """What makes a run's numbers: the commit that runs record, and what all ranks must have the same."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path

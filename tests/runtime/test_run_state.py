@@ -1,7 +1,5 @@
 """The lock that allows one run at a time in a folder, and state.json, which restarts read."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Requests to stop and to save: signals and files."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

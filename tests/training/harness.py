@@ -3,8 +3,6 @@
 Processes come from a fork server that has imported torch (tests/programs.py), so a launch takes less than a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

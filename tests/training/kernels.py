@@ -3,8 +3,6 @@
 `Autotuner` has the parts of Triton 3.6's class that training/callbacks/kernels.py uses, and tunes in the same order.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The configurations of autotuned kernels: rank 0 chooses them once, and all ranks and later starts use them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

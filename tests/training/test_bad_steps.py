@@ -1,7 +1,5 @@
 """Steps without an update: how they are counted, what a spike is and what follows, and the diagnosis."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

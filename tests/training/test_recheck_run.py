@@ -1,8 +1,6 @@
 """Rechecks with a fault on one rank: all ranks learn of it, and the run ends. That they do not change a run without
 faults is in tests/measure/test_diagnostics_run.py."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas are compared: all ranks find and name each changed tensor and state."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -69,12 +67,8 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
     for _ in trainer.steps(0, 2):
         pass
     trainer.model.register_buffer("counts", torch.zeros(4))
-    touched = [
-        _tensor(trainer, WEIGHT),
-        _tensor(trainer, WEIGHT, "exp_avg"),
-        _tensor(trainer, NORM),
-        trainer.model.counts,
-    ]
+    weights = [_tensor(trainer, WEIGHT), _tensor(trainer, WEIGHT, "exp_avg"), _tensor(trainer, NORM)]
+    touched = [*weights, trainer.model.counts]
     state, generator = [tensor.clone() for tensor in touched], torch.get_rng_state()
     consumed, found = trainer.data.loader.consumed_samples, {}
     for name, (disturb, _, _) in FAULTS.items():

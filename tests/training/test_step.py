@@ -1,8 +1,6 @@
 """A training step: gradients and norms against their definitions, updates and skips. That steps are the same on any
 mesh is in tests/distributed/test_equality.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -51,9 +49,7 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
         step_state = StepState(seed=0)
         model = RecordingModel(step_state)
         optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_ratio": 3.0}], lr=123.0)
-        batches = [
-            ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]])) for index, value in ((4, 1.0), (6, 5.0))
-        ]
+        batches = [ToyBatch(i, torch.tensor([[value]]), torch.tensor([[0]])) for i, value in ((4, 1.0), (6, 5.0))]
         settings: dict[str, Any] = {"lr": 0.5, "requests": StepRequests(stop=True)}
         result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **settings)
     assert (result.loss, result.grad_norm, result.skipped, result.requests) == (3.0, 3.0, False, StepRequests(True))

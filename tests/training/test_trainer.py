@@ -1,7 +1,5 @@
 """A new ability of a run needs only a callback and its row in the list."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
