@@ -48,7 +48,7 @@ from megatron_fp4.runtime.errors import ExitCode, PrintableRecords, exit_code_of
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run, written_folders
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training.build import device_type_of, join_ranks, plans_of
+from megatron_fp4.training.build import configuration_errors, device_type_of, join_ranks, plans_of
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
@@ -114,9 +114,10 @@ def configure(overrides: list[str], progress: Progress | None = None) -> Config:
     config = compose_config(overrides, CONFIGS)
     if progress is not None:
         progress.timeout_seconds = config.parallel.timeout_seconds
-    check_start(config, models, data)
-    if config.checkpoint.export_interval:
-        last_exportable(config, plans_of(config, models))
+    with configuration_errors():  # also of a path that no disk can have
+        check_start(config, models, data)
+        if config.checkpoint.export_interval:
+            last_exportable(config, plans_of(config, models))
     return config
 
 

@@ -58,6 +58,9 @@ KINDS = {
 _PHASE_KEYS = ("name", "fraction", "steps", "tokens", "global_batch_size", "sequence_length")
 
 
+_MANY_EPOCHS = 4  # "Scaling data-constrained language models": up to here repeated text is nearly as good as new
+
+
 class PlannedUse(NamedTuple):
     """One source in one phase. share: of the phase's samples. epochs: over the source in this phase. epochs_done: from
     the beginning of the run to the end of this phase."""
@@ -110,6 +113,15 @@ class RunData:
         lines = [self.bundle.summary()]
         if unused := [name for name in self.bundle.train if name not in self.loader.sources]:
             lines.append(f"warning: no phase draws from data.sources.{', '.join(unused[:8])}")
+        epochs = {use.source: use.epochs_done for _, uses in self.planned_use() for use in uses}
+        if epochs:
+            shown = [f"{name} {count:,.3g}" for name, count in list(epochs.items())[:24]]
+            lines.append(f"epochs by the end: {', '.join(shown)}")
+        if many := [name for name, count in epochs.items() if count > _MANY_EPOCHS]:
+            lines.append(
+                f"warning: the run repeats data.sources.{', '.join(many[:8])} more than {_MANY_EPOCHS} times, from "
+                "which models learn less and less; add text, or lower their weights or train.steps"
+            )
         return lines
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:

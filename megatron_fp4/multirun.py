@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fp4.config.compose import compose_config, hydra_defaults, one_word, parse_override
+from megatron_fp4.config.compose import compose_config, compose_groups, hydra_defaults, one_word, parse_override
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.runtime.signals import SIGNALS
 
@@ -40,6 +40,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
                 f"{argument} needs the package hydra-submitit-launcher; pip install it, or leave it out for runs one "
                 "after another here"
             )
+    compose_groups("config", of_hydra, [config_dir])  # any other plugin that is not there
     parsed = [parse_override(override) for override in overrides]
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
     run_dir = next((str(o.value()) for o in parsed if o.key_or_group == "run.dir"), "runs/sweep")

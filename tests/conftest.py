@@ -52,7 +52,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def composed_quickly() -> Iterator[None]:
     """Let Hydra read the project's files only once for each choice of groups."""
-    real, known = compose._compose, dict[Any, Any]()
+    real, known = compose.compose_groups, dict[Any, Any]()
 
     def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
         if folders != [CONFIGS]:
@@ -62,7 +62,7 @@ def composed_quickly() -> Iterator[None]:
         return copy.deepcopy(known[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "_compose", quick)
+        patch.setattr(compose, "compose_groups", quick)
         yield
 
 

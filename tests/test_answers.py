@@ -76,6 +76,7 @@ def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixt
     [
         (["--multirun"], "--multirun has nothing to vary; give a key several values"),
         (["-m", "run.seed=1,2", "hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm needs the package"),
+        (["-m", "run.seed=1,2", "hydra/launcher=joblib"], "hydra/launcher=joblib: there is no hydra/launcher"),
         (["-m", "run.seed=1,2", "10"], "cannot parse '10'"),
         (["-m", "train.steps=1,x"], "train.steps=x: Input should be a valid integer"),
         (["-m", "precision=nvfp4,nvfp5"], "precision=nvfp5: there is no precision config of that name"),

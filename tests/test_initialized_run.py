@@ -170,7 +170,8 @@ def test_another_tokenizer_is_refused_unless_allowed_and_a_check_reports_mismatc
     assert "data.tokenizer: '0123456789abcdef' in the checkpoint" in start(tmp_path / "none", given, code=2)
     start(tmp_path / "run", given, "checkpoint.allow_mismatch=true", "train.steps=1", NO_SWITCH)
     other = [f"checkpoint.initialize_from={imported}", "model.hidden_dim=128"]
+    assert "data.tokenizer: '0123456789abcdef'" in start(tmp_path / "unseen", given, "--check", code=2)
+    start(tmp_path / "unseen", given, "run.dry=true")  # opens no data
     for mode in ("--check", "run.dry=true"):
-        start(tmp_path / "unseen", given, mode)
         assert "model.hidden_dim: 64 in the checkpoint, 128 now" in start(tmp_path / "unseen", *other, mode, code=2)
     assert not (tmp_path / "unseen").exists()

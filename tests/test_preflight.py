@@ -1,5 +1,6 @@
 """--check opens what a run would open, reports what it would need, and changes nothing."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import pretrain
 from data import provider as data_provider
+from data.tokenizer import train_tokenizer
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.planning import needs
@@ -70,7 +72,7 @@ def test_the_command_prints_ok_or_a_refusal(data: list[str], tmp_path: Path, cap
     command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
     assert pretrain.main(command) == 0
     (*_, last) = capsys.readouterr().out.splitlines()
-    assert last == "ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 2.0 hours on GPUs"
+    assert last == "ok: 1 rank, 4,096 tokens, 1.0 GiB a rank (fits h100: 79), about 2.0 hours on GPUs"
     assert pretrain.main([*command, "data.sources.code=/nowhere/code"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("pretrain.py: data.sources.code: /nowhere/code.idx does not") and not printed.out
@@ -80,8 +82,12 @@ def test_the_command_prints_ok_or_a_refusal(data: list[str], tmp_path: Path, cap
 def test_the_check_of_a_new_run(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     *lines, last = check(tmp_path / "run", "train.steps=10k")
-    assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank, about ") and last.endswith(" on GPUs")
+    assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank (fits h100: 79), about ")
+    assert last.endswith(" on GPUs")
     text = "\n".join(lines)
+    epochs = re.search(r"epochs by the end: code ([\d.]+), prose ([\d.]+)$", text, re.MULTILINE)
+    assert epochs is not None and float(epochs[1]) == pytest.approx(5_120_000 * 0.62 / (300 * 200), rel=0.02)
+    assert "warning: the run repeats data.sources.code, prose more than 4 times" in text
     assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
     whole = "8 of 8 linears in bf16 (100.0% of their weights)"
     assert f"precision switches before step 7,501 (before_decay), to bf16: {whole}" in lines
@@ -98,40 +104,64 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_plan")
 def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
-    assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
+    needs_and_left = "1.0 GiB a rank (fits h100: 79), nothing left to do: the run is finished"
+    assert check(trained)[-1] == f"ok: 1 rank, 2,048 tokens, {needs_and_left}"
     with pytest.raises(ConfigError, match=r"finished its 4 steps with other settings \(optimizer.lr 0.002 -> 0.001\)"):
         check(trained, "optimizer.lr=0.001")
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
     assert any(line.startswith("data: phases after sample 32: were none; are") for line in lines)
     left = "about 2.0 hours on GPUs for the 8 steps that are left"
-    assert lines[-1] == f"ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, {left}"
+    assert lines[-1] == f"ok: 1 rank, 6,144 tokens, 1.0 GiB a rank (fits h100: 79), {left}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plan")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
+        (["model.ffn_dim=256"], "model.ffn_dim: 128 in the checkpoint, 256 now. Set these back, or choose another run"),
         (["train.steps=2"], "has 32 samples in 4 steps, but the run ends after 2 steps; resume with train.steps=4"),
         (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
         (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),
         (["run.dir=RUN/metrics.jsonl"], "metrics.jsonl is a file, not a folder; choose another run.dir"),
+        (["run.dir=RUN/dangling"], "checkpoints is a link to /no/such, which is missing"),
+        (["run.dir=RUN/file"], "checkpoints is a file, not a folder; choose another run.dir"),
+        ([f"run.dir=RUN/{'x' * 300}"], "File name too long"),
         (["run.dir=/proc/nothing"], "run.dir=/proc/nothing cannot be written to"),
         (["data.max_epochs=0.0001"], "the run would go through"),
+        (
+            ["checkpoint.initialize_from=RUN"],
+            "has checkpoints of a run that began from new weights; choose another run",
+        ),
+        (
+            ["run.dir=RUN/new", "checkpoint.initialize_from=RUN", "model.ffn_dim=256"],
+            "is of another model or tokenizer",
+        ),
+        (["run.dir=RUN/new", "checkpoint.initialize_from=RUN", "data.tokenizer=RUN/t.json"], "data.tokenizer: None in"),
     ],
 )
-def test_the_check_refuses_what_a_start_would_refuse(
-    check: Check, trained: Path, overrides: list[str], message: str
+def test_the_check_refuses_what_a_start_refuses(
+    overrides: list[str],
+    message: str,
+    data: list[str],
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert message in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
-
-
-def test_a_link_that_leads_nowhere_is_refused(check: Check, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to("/nowhere")
-    message = refused(check, tmp_path / "run")
-    assert "run/checkpoints is a link to /nowhere, which is missing; mount or make that, or remove the link" in message
+    run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
+    train_tokenizer(["some text"] * 3, 300).save(run_dir / "t.json")
+    for name in ("dangling", "file"):
+        (run_dir / name).mkdir()
+    (run_dir / "dangling" / "checkpoints").symlink_to("/no/such")
+    (run_dir / "file" / "checkpoints").touch()
+    given = [f"run.dir={run_dir}", *(override.replace("RUN", str(run_dir)) for override in overrides)]
+    lines = []
+    for extra in ("--check", "run.seed=1234"):
+        assert pretrain.main([*FEW, *data, f"train.steps={STEPS}", "validation.interval=0", extra, *given]) == 2
+        lines.append(capsys.readouterr().err.splitlines()[-1])
+    assert message in lines[0] and lines[0] == lines[1]
 
 
 def test_weights_of_another_shape_are_refused(check: Check, trained: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Wrong input of every kind is refused in one line that names the value and the remedy."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ EACH = ["parallel.reduce_gradients=each"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
 READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
 
-# (overrides, words of the line)
+# (overrides, words of the line, perhaps the remedy)
 SYNTAX = [
     ("10", "cannot parse '10'; write key=value as one word"),
     ("--train.steps=5", "cannot parse '--train.steps=5'; write train.steps=5, without dashes"),
@@ -50,6 +52,10 @@ GROUPS = [
 KEYS = [
     ("train.stepz=3", "train.stepz is not a key; did you mean train.steps?"),
     ("lr=1e-3", "lr is not a key; did you mean optimizer.lr?"),
+    ("model.num_layers=8", "model.num_layers is not a key; did you mean model.pattern?"),
+    ("parallel.tp=2", "parallel.tp is not a key; did you mean parallel.tensor?"),
+    ("train.horizon=3", "train.horizon is not a key; train has steps, "),
+    ("parallel.timeout_seconds=1", "parallel.timeout_seconds=1: Input should be greater than or equal to 10"),
     ("foo=1", "foo is not a key; the top level has model, precision, data"),
     (PHASE.format("blend: {code: 1}, frac: 1"), "data.phases[0].frac is not a key; did you mean data.phases[0].frac"),
     ("data.phases.0.steps=3", "give the whole list: data.phases=[...]"),
@@ -79,16 +85,16 @@ VALUES = [
 ]
 TOGETHER = [
     # --- sections
-    ("data.boundary_loss=false", "data: boundary_loss=false has no effect with documents=joined; set documents=masked"),
+    ("data.boundary_loss=false", "no effect with documents=joined; set documents=masked", "data.documents=masked"),
     ("parallel.sequence=true", "parallel: sequence=true has no effect with tensor=1; raise tensor"),
     ("logging.profile_steps=[5]", "logging: profile_steps=[5] is not a window; give its first and last step"),
     ("logging.profile_steps=[5,400]", "logging.profile_steps=[5, 400] is not within this run's 300 steps"),
-    (["run.replay_interval=50", "run.deterministic=false"], "replay_interval=50 compares bits, which"),
+    (["run.replay_interval=50", "run.deterministic=false"], "replay_interval=50 compares bits", "true"),
     (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
-    (["spikes.action=rollback", "checkpoint.interval=0"], "spikes.action=rollback has no checkpoint to roll back to"),
+    (["spikes.action=rollback", "checkpoint.interval=0"], "no checkpoint to roll back to", "100"),
     # --- batch, schedule, phases
     ("train.micro_batch_size=3", "train.global_batch_size=8 is not a multiple of train.micro_batch_size=3 x 1"),
-    ("train.global_batch_size=6", "use 4 or 8, or change one of these two"),
+    ("train.global_batch_size=6", "use 4 or 8, or change one of these two", "4"),
     (["train.sequence_length=8e8", "train.micro_batch_size=4"], "more than kernels can index (2,147,483,647)"),
     (["train.steps=1e9", "train.global_batch_size=1e9"], "more than a run can count (1e18); lower train.steps"),
     (PHASE.format("blend: {code: 1}, sequence_length: 96"), "data.phases[0].sequence_length=96 does not divide"),
@@ -101,11 +107,11 @@ TOGETHER = [
     ("data.phases=[{name: a, steps: 1k, blend: {code: 1}}]", "1000 steps"),
     # --- model
     ("model.pattern=MXM", "model.pattern=MXM: 'X' at position 1 is no block; use"),
-    ("model.num_kv_heads=3", "model.num_kv_heads=3; use one of 1, 2, 4, 8"),
-    (["model.rope=true", "model.head_dim=33"], "model.head_dim=33"),
+    ("model.num_kv_heads=3", "model.num_kv_heads=3; use one of 1, 2, 4, 8", "4"),
+    (["model.rope=true", "model.head_dim=33"], "model.head_dim=33", "34"),
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
-    ("run.device=cuda", "run.device=cuda, but this machine has no CUDA device; use run.device=auto or cpu"),
+    ("run.device=cuda", "this machine has no CUDA device; use run.device=auto or cpu", "cpu"),
     ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is not a folder; give a checkpoint"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
@@ -121,22 +127,22 @@ TOGETHER = [
     ([*READ_WEB, "validation.prompts=[Once]"], "needs the tokenizer that made the data"),
 ]
 RECIPES = [
-    ("precision.fprop.activation.block=1x32", "precision.fprop.activation.block=1x32 does not go with format=nvfp4"),
+    ("precision.fprop.activation.block=1x32", "=1x32 does not go with format=nvfp4", "16x16"),
     ("precision.fprop.weight.format=nvfp5", "format=nvfp5 is not known; choose one of bf16"),
-    (["precision=mxfp8", "precision.dgrad.gradient.rounding=stochastic"], "does not go with format=mxfp8"),
-    (["precision=mxfp8", "precision.fprop.weight.four_over_six=true"], "four_over_six=absolute does not go with"),
-    ("precision.wgrad.activation.source=codes", "precision.wgrad.rht=16"),
+    (["precision=mxfp8", "precision.dgrad.gradient.rounding=stochastic"], "=mxfp8; use nearest", "nearest"),
+    (["precision=mxfp8", "precision.fprop.weight.four_over_six=true"], "=mxfp8; use none", "none"),
+    ("precision.wgrad.activation.source=codes", "precision.wgrad.rht=16", "precision.wgrad.rht=0"),
     (["precision.dgrad.weight.source=codes", "precision.dgrad.weight.block=1x16"], "block=1x16 differs from precision"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.activation.format=bf16"], "bf16 makes no codes"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.rht=16"], "precision.fprop.rht=16"),
-    ([*EDEN, "precision.rht_signs=fixed"], "precision.rht_signs=fixed"),
-    ([*EDEN, "precision.wgrad.rht=64"], "set precision.wgrad.rht=128"),
-    ([*EDEN, "precision.fprop.activation.rounding=ms_eden"], "fprop.activation.rounding=ms_eden is for dgrad and"),
+    ([*EDEN, "precision.rht_signs=fixed"], "precision.rht_signs=fixed", "fresh"),
+    ([*EDEN, "precision.wgrad.rht=64"], "set precision.wgrad.rht=128", "128"),
+    ([*EDEN, "precision.fprop.activation.rounding=ms_eden"], "is for dgrad and", "nearest"),
     ("precision.bf16_blocks.first=4", "leaves none of the 12 linears quantized (blocks.0.mixer.in_proj: block 0 is"),
     ("precision.bf16_blocks.names=['*.outproj']", "precision.bf16_blocks.names has '*.outproj', which matches no"),
     ("precision.exceptions=[{blocks: X}]", "exceptions[0].blocks=X has 'X'"),
-    ("precision.switch.target=nvfp4", "precision.switch.when=never"),
-    (["precision=bf16", "precision.recheck_interval=10"], "precision.recheck_interval=10 has no effect"),
+    ("precision.switch.target=nvfp4", "precision.switch.when=never", "precision.switch.when=never"),
+    (["precision=bf16", "precision.recheck_interval=10"], "interval=10 has no effect", "precision=nvfp4"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect"),
     (["precision=bf16", "precision.bf16_blocks.last=2"], "precision.bf16_blocks.last=2 has no effect"),
     (["precision=bf16", "precision.diagnostics.interval=5"], "precision.diagnostics.interval=5"),
@@ -146,9 +152,9 @@ RECIPES = [
     ("model.hidden_dim=200", "model.hidden_dim=200"),
     (["model.ffn_dim=1040", "precision=mxfp4"], "is not a multiple of 32"),
     (["model.hidden_dim=64", "precision=fp8_block"], "is not a multiple of 128"),
-    (TE, "this run is on cpu"),
+    (TE, "this run is on cpu", "precision.backend=emulated"),
 ]
-# (overrides, ranks, words of the line), on GPUs
+# (overrides, ranks, words of the line, perhaps the remedy), on GPUs
 ON_GPUS = [
     (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
@@ -158,21 +164,21 @@ ON_GPUS = [
         2,
         "multiple of parallel.tensor=2 x 128 = 256",
     ),
-    (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use train.sequence_length=64"),
-    (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 or 1024, or change one"),
-    (["parallel.reproducible=true", "run.deterministic=false"], 2, "set run.deterministic=true"),
+    (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use", "64"),
+    (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 ", "1024"),
+    (["parallel.reproducible=true", "run.deterministic=false"], 2, "and run.deterministic is false", "true"),
     (["parallel.reproducible=true", "train.global_batch_size=12"], 3, "this run has 3; make it 2 or 4"),
     ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "=24; this run has 6; make it 4 or 8"),
-    (["parallel.reduce_gradients=each"], 1, "parallel.reduce_gradients=each has no effect with one shard"),
-    (["parallel.reduce_gradients=each"], 2, "has no effect with steps of one micro-batch; set it to once"),
-    ([TE, "precision.compute_dtype=float32"], 1, "precision.compute_dtype=float32"),
-    ([TE, "precision.wgrad.rht=32"], 1, "precision.wgrad.rht=32"),
-    ([TE, "precision.rht_signs=fresh"], 1, "precision.rht_signs=fresh"),
+    (["parallel.reduce_gradients=each"], 1, "no effect with one shard", "once"),
+    (["parallel.reduce_gradients=each"], 2, "no effect with steps of one micro-batch", "once"),
+    ([TE, "precision.compute_dtype=float32"], 1, "precision.compute_dtype=float32", "bfloat16"),
+    ([TE, "precision.wgrad.rht=32"], 1, "precision.wgrad.rht=32", "16"),
+    ([TE, "precision.rht_signs=fresh"], 1, "precision.rht_signs=fresh", "fixed"),
     ([TE, "precision.dgrad.weight.source=forward"], 1, "dgrad.weight.source=forward"),
     ([TE, "precision.wgrad.gradient.block=16x16"], 1, "precision.wgrad.gradient.block=16x16"),
     ([TE, "model.hidden_dim=272"], 1, "multiple of 32"),
     ([TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"], 1, "exceptions[0].precision=mxfp4:"),
-    (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16"),
+    (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16", "precision=nvfp4"),
 ]
 
 
@@ -184,20 +190,32 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def refused(overrides: str | Sequence[str], message: str, ranks=1, device="cpu", configs=CONFIGS) -> None:
+def refused(overrides: str | Sequence[str], message: str, ranks=1, device="cpu", configs=CONFIGS) -> str:
     with pytest.raises(ConfigError) as error:
         config = compose_config([overrides] if isinstance(overrides, str) else overrides, configs)
         validate(config, ranks, device)
     assert message in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
 
 
 ON_CPU = [*SYNTAX, *GROUPS, *KEYS, *VALUES, *TOGETHER, *RECIPES]
-ROWS = [*((overrides, 1, message, "cpu") for overrides, message in ON_CPU), *((*row, "cuda") for row in ON_GPUS)]
+ROWS = [*((overrides, 1, "cpu", *words) for overrides, *words in ON_CPU)]
+ROWS += [(overrides, ranks, "cuda", *words) for overrides, ranks, *words in ON_GPUS]
 
 
-@pytest.mark.parametrize(("overrides", "ranks", "message", "device"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
-def test_wrong_overrides_give_one_line(overrides: str | list[str], ranks: int, message: str, device: str) -> None:
-    refused(overrides, message, ranks, device)
+@pytest.mark.parametrize("row", ROWS, ids=[str(row[0])[:60] for row in ROWS])
+def test_wrong_overrides_give_one_line(row: tuple[Any, ...]) -> None:
+    """A row may end with the remedy: an override, or a value for the last one, that the line offers and that is then
+    accepted."""
+    overrides, ranks, device, message, *remedies = row
+    given = [overrides] if isinstance(overrides, str) else overrides
+    said = refused(given, message, ranks, device)
+    for remedy in remedies:
+        key, _, value = (remedy if "=" in remedy else f"{given[-1].partition('=')[0]}={remedy}").partition("=")
+        offered = said.partition("; ")[2]
+        assert value in re.findall(r"[\w.]+", offered.replace("=", " ")), offered
+        kept = [override for override in given if override.partition("=")[0] != key]
+        validate(compose_config([*kept, f"{key}={value}"], CONFIGS), ranks, device)
 
 
 ACCEPTED = [
@@ -307,7 +325,10 @@ def test_a_config_folder_of_the_users_own(tmp_path: Path) -> None:
     config = compose_config(given, CONFIGS)
     assert (config.model.name, config.model.hidden_dim) == ("mine", 128)
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
-    refused([f"--config-dir={tmp_path}", "model=mini"], "did you mean mine? There are hybrid_30m")
+    said = refused([f"--config-dir={tmp_path}", "model=mini"], "did you mean mine? There are hybrid_30m")
+    assert said.endswith(f", or write {tmp_path}/model/mini.yaml")
+    installed = shutil.copytree(CONFIGS, tmp_path / "package" / "configs")  # its files are not the user's
+    refused("data=mine", "or write FOLDER/data/mine.yaml and add --config-dir=FOLDER", configs=installed)
     refused("--config-dir=/no/such", "--config-dir=/no/such: there is no such folder")
     refused("--config-dir", "--config-dir: there is no such folder; give --config-dir=FOLDER")
     refused([], "has no config.yaml; name the folder", configs=tmp_path)

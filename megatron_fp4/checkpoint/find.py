@@ -30,7 +30,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +52,8 @@ KEYWORDS = ("auto", "required", "never")
 RESUME, INITIALIZE = "checkpoint.resume", "checkpoint.initialize_from"
 # Keys of the model that existing weights do not depend on: how weights are drawn, and the chunks of the scan.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
+# Keys of the model on which its parameters do not depend.
+_SAME_SHAPES = tuple(f"model.{key}: " for key in ("rope", "rope_base", "norm_eps", "init_std", "mamba_chunk_size"))
 
 
 @dataclass(frozen=True)
@@ -264,11 +266,17 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
     check_resumable(folder, manifest)
     differences = identity_differences(manifest.identity, identity)
     if differences and not allow_mismatch:
-        raise RefusedError(
-            f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or "
-            "resume anyway with checkpoint.allow_mismatch=true"
-        )
+        remedies = ["Set these back", "choose another run.dir"]
+        if _may_differ(differences):
+            remedies.append("resume anyway with checkpoint.allow_mismatch=true")
+        raise RefusedError(f"{folder} belongs to another run: {'; '.join(differences)}. {', or '.join(remedies)}")
     return differences
+
+
+def _may_differ(differences: Sequence[str]) -> bool:
+    """Whether a start with `checkpoint.allow_mismatch` accepts these differences: the weights have the same shapes, and
+    the steps took the same samples."""
+    return not any(line.startswith(("model.", "train.")) and not line.startswith(_SAME_SHAPES) for line in differences)
 
 
 def checkpoint_of(key: str, given: str) -> tuple[Path, Manifest, Origin]:
@@ -360,6 +368,11 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
         return sync.on_rank0("read it", look)
 
     found = Finder(root, sync, load, read_only=True).choose(resume)
+    if (given := config.checkpoint.initialize_from) is not None:
+        if found is not None:
+            check_begun_from(Origin.of(found.trainer, "initialized_from"), INITIALIZE, given, root, sync)
+        else:
+            weights_to_begin_from(given, identity, sync, allow_mismatch=config.checkpoint.allow_mismatch)
     aside = () if found is None else (*(damage.name for damage in found.damaged), *found.returned)
     start = 0 if found is None else found.step
     refuse_to_overwrite(resume, start, root, aside)
@@ -421,10 +434,22 @@ def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], 
         for facts in (manifest.identity, identity)
     )
     if differences := identity_differences(saved, own):
-        raise RefusedError(
-            f"{INITIALIZE}={folder} is of another model or tokenizer: {'; '.join(differences)}. Set these keys back, "
-            "give another checkpoint, or begin anyway with checkpoint.allow_mismatch=true"
-        )
+        remedies = ["Set these keys back", "give another checkpoint"]
+        if _may_differ(differences):
+            remedies.append("begin anyway with checkpoint.allow_mismatch=true")
+        problem = f"is of another model or tokenizer: {'; '.join(differences)}"
+        raise RefusedError(f"{INITIALIZE}={folder} {problem}. {', or '.join(remedies)}")
+
+
+def weights_to_begin_from(
+    given: str, identity: Mapping[str, Any], sync: RankSync, *, allow_mismatch: bool
+) -> tuple[Path, Manifest, Origin]:
+    """The checkpoint whose weights `given` names. A collective. identity: of the run. Raises RefusedError on all ranks
+    for no checkpoint, another model or tokenizer."""
+    folder, manifest, origin = sync.on_rank0("find it", lambda: checkpoint_of(INITIALIZE, given))
+    if not allow_mismatch:  # on all ranks, because the tokenizer's file may differ between nodes
+        sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
+    return folder, manifest, origin
 
 
 def initialize_weights(
@@ -436,9 +461,7 @@ def initialize_weights(
     run. Raises RefusedError on all ranks for no checkpoint, another model or tokenizer, or damage; CheckpointError if
     reading fails.
     """
-    folder, manifest, origin = sync.on_rank0("find it", lambda: checkpoint_of(INITIALIZE, given))
-    if not allow_mismatch:  # on all ranks, because the tokenizer's file may differ between nodes
-        sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
+    folder, manifest, origin = weights_to_begin_from(given, identity, sync, allow_mismatch=allow_mismatch)
     try:
         load_tensors(folder, manifest, {"model": model.state_dict()}, sync)
     except DamageError as error:

@@ -61,7 +61,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     checked = [_check_override(override, groups) for override in overrides]
     chosen = [override for override, parsed in zip(overrides, checked, strict=True) if parsed.key_or_group in groups]
     values = [parsed for parsed in checked if parsed.key_or_group not in groups]
-    return _completed(_compose("config", chosen, folders), values, folders)
+    return _completed(compose_groups("config", chosen, folders), values, folders)
 
 
 def config_from_saved(
@@ -230,7 +230,8 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
     return parsed
 
 
-def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+def compose_groups(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """The keys of the file `name` with these options of groups, not resolved. Raises ConfigError."""
     hydra_defaults()
     # Hydra's state is global: after a failed or another initialization, the next one would fail.
     GlobalHydra.instance().clear()
@@ -327,7 +328,7 @@ def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Seque
     if name not in (names := group_options(*folders)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
     plain = OmegaConf.create({**keys, "precision": asdict(PrecisionConfig())})
-    return OmegaConf.merge(plain, _compose(f"precision/{name}", [], folders))  # type: ignore[return-value]
+    return OmegaConf.merge(plain, compose_groups(f"precision/{name}", [], folders))  # type: ignore[return-value]
 
 
 def _precision(

@@ -60,7 +60,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         names = [name for name in error.options or [] if name]
         known = f"there is no {group} config of that name; {suggest(option, names)}"
-        return f"{where}{group}={option}: {known}, or write configs/{group}/{option}.yaml"
+        return f"{where}{group}={option}: {known}, or {_where_to_add(group, option, folders)}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -90,11 +90,50 @@ def unknown_key(key: str) -> str:
     parts = parts_of(key)
     section, siblings = key.removesuffix(parts[-1]), keys_of(type_at(parts[:-1]))
     known = [*(section + name for name in siblings), *all_keys()]
-    close = [one for one in known if one.rpartition(".")[2] == parts[-1]] or difflib.get_close_matches(key, known, n=2)
+    close = [one for one in known if one.rpartition(".")[2] == parts[-1]]
+    if not close and parts[-1] in _ELSEWHERE:
+        close = [_ELSEWHERE[parts[-1]]]
+    if not close:  # by the last part; the name of a section is no reason to guess one of its keys
+        names = [one.rpartition(".")[2] for one in known]
+        begun = [name for name in siblings if name.startswith(parts[-1])]
+        alike = begun or difflib.get_close_matches(parts[-1], names, n=2, cutoff=0.7)
+        close = [one for one in known if one.rpartition(".")[2] in alike]
     if close:
         return f"{key} is not a key; did you mean {' or '.join(dict.fromkeys(close[:3]))}?"
     there = f"{section.rstrip('.') or 'the top level'} has {', '.join(siblings)}" if siblings else HELP
     return f"{key} is not a key; {there}"
+
+
+# Names that other frameworks have for keys.
+_ELSEWHERE = {
+    "num_layers": "model.pattern",
+    "hidden_size": "model.hidden_dim",
+    "ffn_hidden_size": "model.ffn_dim",
+    "intermediate_size": "model.ffn_dim",
+    "num_attention_heads": "model.num_query_heads",
+    "seq_length": "train.sequence_length",
+    "seq_len": "train.sequence_length",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "save_interval": "checkpoint.interval",
+    "tp": "parallel.tensor",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "tensor_parallel_size": "parallel.tensor",
+    "learning_rate": "optimizer.lr",
+    "batch_size": "train.global_batch_size",
+}
+
+
+def _where_to_add(group: str, option: str, folders: Sequence[Path]) -> str:
+    """How to add an option to a group of the folders: `--config-dir`, else the project's if it is a checkout."""
+    file = f"{group}/{option}.yaml"
+    if group.startswith("hydra/"):
+        return "pip install the plugin of Hydra that has it"
+    if len(folders) > 1:
+        return f"write {folders[-1]}/{file}"
+    if (folders[0].parent / "pyproject.toml").is_file():
+        return f"write configs/{file}"
+    return f"write FOLDER/{file} and add --config-dir=FOLDER"
 
 
 def suggest(wrong: str, options: Sequence[str]) -> str:

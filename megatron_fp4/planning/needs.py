@@ -20,8 +20,9 @@ with measured ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ import torch
 from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import refuse_finished, run_identity
+from megatron_fp4.checkpoint.files import well_formed
 from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
 from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.checks import place_in_run
-from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
 from megatron_fp4.logging.console import (
     RunConsole,
@@ -50,12 +51,13 @@ from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
-from megatron_fp4.runtime.run_state import try_folder, written_folders
+from megatron_fp4.runtime.run_state import cannot_be_written, try_folder, written_folders
 from megatron_fp4.training.build import (
-    check_samples,
+    check,
     configuration_errors,
     device_type_of,
     graphs_refusal,
+    load_data,
     plans_of,
     sharded_model,
     when_it_switches,
@@ -137,10 +139,8 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         found = preview(config, run_identity(config, opened.fingerprint))
         start = 0 if found is None else found.step
         if found is not None:
-            with configuration_errors(_of_checkpoint(config, start)):
-                refuse_removed(found.trainer.get("config", {}))
-                opened.loader.load_state_dict(found.trainer["loader"])
-                check_samples(opened.phases, start, opened.loader.consumed_samples)
+            with configuration_errors(_of_checkpoint(config, start)), well_formed("its trainer.json"):
+                load_data(opened, found.trainer, start)
             refuse_finished(found.trainer.get("config", {}), config, start)
         opened.check_epochs(config.data.max_epochs)
     for line in (*opened.summary(), *_precision_lines(config, models)):
@@ -155,7 +155,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     planned = as_planned(config, plans_of(config, models))
     execution = models.planned_execution(planned)
     dry, times = plan_run(planned, models, opened.phases, place.world_size, execution, found)
-    _check_memory(config, dry.memory.peak)
+    _check_memory(config, dry.memory.peak, lambda other: _peak(other, models, data, place.world_size))
     print(
         "memory and time: as planned for GPUs (run.dry=true has their parts), at "
         f"run.dry_mfu={config.run.dry_mfu:g} of the peak of parallel.gpu={planned.parallel.gpu}, without "
@@ -166,7 +166,8 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     rest += f" for the {steps - start:,} steps that are left" if start else ""
     rest = ", nothing left to do: the run is finished" if start == steps else rest
     tokens = opened.phases.samples_before(steps) * config.train.sequence_length
-    print(f"ok: {counted(place.world_size, 'rank')}, {tokens:,} tokens, {dry.memory.peak / _GIB:.1f} GiB a rank{rest}")
+    needs = f"{dry.memory.peak / _GIB:.1f} GiB a rank{_smallest_gpu(config, dry.memory.peak)}"
+    print(f"ok: {counted(place.world_size, 'rank')}, {tokens:,} tokens, {needs}{rest}")
 
 
 def plan_run(
@@ -216,17 +217,15 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
     console.table(facts_table("Work and time", _time_facts(config, models, ranks, times)))
-    _check_memory(limited_to, dry.memory.peak)
+    _check_memory(limited_to, dry.memory.peak, lambda other: _peak(other, models, data, ranks))
 
 
-def _check_memory(config: Config, needed: int) -> None:
-    """Raise ConfigError if a rank needs more bytes than `parallel.gpu` has; none named: no limit."""
-    if config.parallel.gpu is not None and needed > (memory := gpu_of(config.parallel).memory) * _GIB:
-        raise ConfigError(
-            f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
-            f"{memory:g}; set train.activation_checkpointing=selective, parallel.reshard=true or a smaller "
-            "train.micro_batch_size, or raise parallel.tensor"
-        )
+def _peak(config: Config, models: ModelProvider, data: DataProvider, ranks: int) -> int:
+    """The bytes that a rank would need. Raises ConfigError for a configuration that cannot run."""
+    check(config, models, data, ranks, "cuda")
+    planned = as_planned(config, plans_of(config, models))
+    build = partial(sharded_model, planned, models)
+    return dry_run(planned, ranks, build, models.planned_execution(planned)).memory.peak
 
 
 def _check_folders(config: Config) -> None:
@@ -236,8 +235,67 @@ def _check_folders(config: Config) -> None:
         try:
             try_folder(run_dir, name)
         except OSError as error:
-            why = f"{name}: {error.strerror or error}".removeprefix(": ")
-            raise ConfigError(f"run.dir={run_dir} cannot be written to ({why}); choose another run.dir") from error
+            raise cannot_be_written(run_dir, error) from error
+
+
+def _smallest_gpu(config: Config, needed: int) -> str:
+    """Which GPU holds `needed` bytes, if none is named."""
+    if config.parallel.gpu is not None:
+        return ""
+    *_, largest = by_memory = sorted(GPUS, key=lambda name: GPUS[name].memory)
+    if (smallest := next((name for name in by_memory if GPUS[name].memory * _GIB >= needed), None)) is None:
+        return f" (WARNING: more than the {GPUS[largest].memory:g} of {largest})"
+    return f" (fits {smallest}: {GPUS[smallest].memory:g})"
+
+
+def _check_memory(config: Config, needed: int, peak_of: Callable[[Config], int]) -> None:
+    """Raise ConfigError if a rank needs more bytes than `parallel.gpu` has; none named: no limit. peak_of: the bytes
+    that another configuration needs; the remedy is one that it says fits."""
+    if config.parallel.gpu is None or needed <= (memory := gpu_of(config.parallel).memory) * _GIB:
+        return
+    changes, best = dict[str, Any](), needed
+    for key, value in _savings(config):
+        try:
+            needed_then = peak_of(_with(config, {**changes, key: value}))
+        except ValueError:  # not possible in this run
+            continue
+        if needed_then < best:
+            changes[key], best = value, needed_then
+        if best <= memory * _GIB:
+            break
+    remedy = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+    if best <= memory * _GIB:
+        remedy = f"set {remedy} ({best / _GIB:.1f} GiB)"
+    else:
+        with_all = f" even with {remedy} it needs {best / _GIB:.1f}:" if remedy else ""
+        remedy = f"{with_all} use more ranks, a GPU with more memory, or a smaller model".lstrip()
+    raise ConfigError(
+        f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has {memory:g}; {remedy}"
+    )
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def _savings(config: Config) -> Iterator[tuple[str, Any]]:
+    """Changes that may save memory and are not in force, what costs least time first."""
+    parallel, train = config.parallel, config.train
+    if parallel.reduce_gradients != "each":
+        yield "parallel.reduce_gradients", "each"
+    if train.activation_checkpointing == "none":
+        yield "train.activation_checkpointing", "selective"
+    if not parallel.reshard:
+        yield "parallel.reshard", True
+    if train.activation_checkpointing != "block":
+        yield "train.activation_checkpointing", "block"
+    if train.micro_batch_size > 1:
+        yield "train.micro_batch_size", 1
+    for factor in (2, 4, 8):
+        yield "parallel.tensor", factor * parallel.tensor
 
 
 def _of_checkpoint(config: Config, start: int) -> str:

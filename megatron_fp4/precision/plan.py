@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 FEW_IN_4_BITS = 0.6
 
 
+_FOR_TRANSFORMERS = "nvfp4_4over6_1x16_qkv_bf16"
+
+
 @dataclass(frozen=True)
 class LinearShape:
     """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
@@ -118,9 +121,11 @@ class Plan:
         share = self.share_in_4_bits
         if not 0 < share < FEW_IN_4_BITS:
             return ""
+        is_transformer = {row.linear.letter for row in self.rows} <= {"*", "-"}
+        remedy = f"; use precision={_FOR_TRANSFORMERS}" if is_transformer and name != _FOR_TRANSFORMERS else ""
         return (
             f"WARNING: precision={name} has {share:.0%} of this model's linear weights in 4 bits; its bf16_blocks and "
-            "exceptions keep the others in other formats; for a Transformer use precision=nvfp4_4over6_1x16_qkv_bf16"
+            f"exceptions keep the others in other formats{remedy}"
         )
 
     def switched(self, other: Plan, scope: str) -> Plan:

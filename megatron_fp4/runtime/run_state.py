@@ -66,6 +66,8 @@ def try_folder(run_dir: Path, name: str = "", make: bool = False) -> None:
     nowhere; OSError."""
     folder = run_dir / name
     here = folder.absolute()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(here)  # raises for a name that is too long, which `lexists` does not
     while not os.path.lexists(here):
         here = here.parent
     if not here.is_dir():
@@ -78,6 +80,11 @@ def try_folder(run_dir: Path, name: str = "", make: bool = False) -> None:
         here = folder
     with tempfile.TemporaryFile(dir=here) as file:  # without a name, which a killed process would leave
         file.write(b"x")
+
+
+def cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
+    """The refusal of a run.dir with this error."""
+    return ConfigError(f"run.dir={run_dir} cannot be written to ({error.strerror or error}); choose another run.dir")
 
 
 @contextlib.contextmanager
@@ -102,8 +109,8 @@ def sole_run(
                 for name in folders:
                     try_folder(run_dir, name, make=True)
             except OSError as error:
-                text = f"run.dir={run_dir} cannot be written to ({error})"
-                failed[0] = ConfigError(f"{text}; choose another") if is_user_error(error) else RuntimeError(text)
+                refusal = cannot_be_written(run_dir, error)
+                failed[0] = refusal if is_user_error(error) else RuntimeError(str(refusal))
             except (ConfigError, StoppedError) as error:
                 failed[0] = error
         dist.broadcast_object_list(failed)

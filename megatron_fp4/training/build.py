@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
+from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
@@ -261,9 +262,13 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
         raise ConfigError(f"{prefix}{error_line(error)}") from error
 
 
-def check_samples(phases: Any, start: int, consumed: int) -> None:
-    """Raise ValueError unless the first `start` steps of this run take `consumed` samples, as in the checkpoint."""
-    if (expected := phases.samples_before(start)) != consumed:
+def load_data(data: Any, state: Mapping[str, Any], start: int) -> None:
+    """Move opened `data` to the position after `start` steps, from a checkpoint's trainer state. Raises ValueError if
+    the checkpoint is of other data or batches, or of a run with a removed feature."""
+    refuse_removed(state.get("config", {}))
+    data.loader.load_state_dict(state["loader"])
+    consumed = data.loader.consumed_samples
+    if (expected := data.phases.samples_before(start)) != consumed:
         raise ValueError(
             f"its {start} steps took {consumed} samples, and {expected} in this run; restore "
             "train.global_batch_size and the batch sizes of the phases up to this step"

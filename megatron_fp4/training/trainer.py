@@ -31,7 +31,6 @@ from megatron_fp4.checkpoint.files import origin_state, well_formed
 from megatron_fp4.checkpoint.find import Resumed, check_resume, refuse_to_overwrite
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
-from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import records_of
 from megatron_fp4.logging.run_folder import check_baseline
@@ -46,12 +45,12 @@ from megatron_fp4.runtime.signals import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
     check,
-    check_samples,
     configuration_errors,
     execution_of,
     graphs_for,
     initialize,
     is_refusal,
+    load_data,
     sharded_model,
     why_eager,
 )
@@ -377,12 +376,10 @@ class Trainer:
         other data, after a precision switch that this run does not have, or of a run with a removed feature."""
         where = f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "
         with configuration_errors(where), well_formed("its trainer.json"):
-            refuse_removed(state.get("config", {}))
-            self.data.loader.load_state_dict(state["loader"])
+            load_data(self.data, state, start)
             for callback in self.callbacks:
                 if callback.name:
                     callback.load_state_dict(state.get(callback.name))
-            check_samples(self.data.phases, start, self.data.loader.consumed_samples)
 
     def make_room(self) -> None:
         """Call it before a forward pass outside a step: CUDA graphs then free memory for it."""

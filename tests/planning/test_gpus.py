@@ -82,7 +82,16 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
     assert "Memory of a rank" in printed.out
-    assert "GiB and parallel.gpu=h100 has 79; set train.activation_checkpointing=selective" in printed.err
+    said, _, remedy = printed.err.rstrip().partition("GiB and parallel.gpu=h100 has 79; set ")
+    remedy, _, needed = remedy.partition(" (")
+    assert said and "reduce_gradients" not in remedy  # of one rank it would be refused
+    given = [o for o in large if o.partition("=")[0] not in remedy]
+    assert pretrain.main([*given, "parallel.gpu=h100", *remedy.split()]) == 0
+    assert float(needed.split()[0]) < 79
+    # What is in force is not offered; if nothing helps, the line says so.
+    huge = ["model.vocab_size=1e8", "train.global_batch_size=1", "train.micro_batch_size=1", "run.dry=true"]
+    assert pretrain.main([*huge, "parallel.gpu=h100"]) == 2
+    assert "use more ranks, a GPU with more memory, or a smaller model" in capsys.readouterr().err
 
 
 def test_the_planned_gpu_has_the_tensor_cores_of_the_backend() -> None:
