@@ -55,7 +55,7 @@ KEYS = [
     ("model.num_layers=8", "model.num_layers is not a key; did you mean model.pattern?"),
     ("parallel.tp=2", "parallel.tp is not a key; did you mean parallel.tensor?"),
     ("train.horizon=3", "train.horizon is not a key; train has steps, "),
-    ("parallel.timeout_seconds=1", "parallel.timeout_seconds=1: Input should be greater than or equal to 10"),
+    ("parallel.timeout_seconds=1", "parallel.timeout_seconds=1: Input should be greater than or equal to 5"),
     ("foo=1", "foo is not a key; the top level has model, precision, data"),
     (PHASE.format("blend: {code: 1}, frac: 1"), "data.phases[0].frac is not a key; did you mean data.phases[0].frac"),
     ("data.phases.0.steps=3", "give the whole list: data.phases=[...]"),
