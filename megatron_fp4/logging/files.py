@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_fp4.checkpoint.files import free_name, open_plain, sync_folder
+from megatron_fp4.config.errors import printable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,7 +131,8 @@ class RecordFile:
 class Transcript(logging.Handler):
     """`run.log`: what the first rank prints and logs, each line with its time. Starts of a run follow each other.
 
-    Lines wait until `open`, so that a start which is refused writes nothing. Lines that the disk refuses are lost.
+    Values from the environment and control characters are shown as on the terminal. Lines wait until `open`, so that a
+    start which is refused writes nothing. Lines that the disk refuses are lost.
     """
 
     def __init__(self) -> None:
@@ -145,7 +147,8 @@ class Transcript(logging.Handler):
 
     def text(self, text: str) -> None:
         """Add the lines of `text`."""
-        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}".rstrip() + "\n" for line in text.splitlines()]
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = [f"{now}  {printable(line)}".rstrip() + "\n" for line in text.splitlines()]
         if self._path is None:
             self._waiting += lines
         else:

@@ -476,8 +476,8 @@ class Trainer:
             self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
         for name in resumed.returned:
             line = (
-                f"{name.partition('.')[0]} was away and has come back: the run has since gone on from an earlier step, "
-                f"so it is kept as {name}, and training resumes from step {start}, which was saved last"
+                f"{name.partition('.')[0]} was away and has come back: the run has since continued from an earlier "
+                f"step, so it is kept as {name}, and training resumes from step {start}, which was saved last"
             )
             self.log.found("returned", [line], moved_to=name)
         if saved and (changes := config_diff.configuration_changes(saved, self.config)):

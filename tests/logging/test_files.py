@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatron_fp4.config import errors
 from megatron_fp4.logging import files
-from megatron_fp4.logging.files import RecordFile, cut_after, iterate_records, move_aside, replace_text
+from megatron_fp4.logging.files import RecordFile, Transcript, cut_after, iterate_records, move_aside, replace_text
 
 
 def line(step: int, **more: Any) -> str:
@@ -116,3 +118,14 @@ def test_files_are_replaced_atomically_and_moved_aside(tmp_path: Path, monkeypat
     for number in (1, 2):
         assert move_aside(path) == tmp_path / f"a.txt.{number}"
         path.write_text("again")
+
+
+def test_the_transcript_hides_values_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "s3cret-value")
+    monkeypatch.setattr(errors, "LOOKED_UP", {"TOKEN"})
+    transcript = Transcript()
+    transcript.text("Traceback: http://s3cret-value@host\x1b[2J\nend")
+    transcript.open(tmp_path / "run.log")
+    transcript.emit(logging.makeLogRecord({"msg": "again s3cret-value"}))
+    written = (tmp_path / "run.log").read_text()
+    assert written.count("${oc.env:TOKEN}") == 2 and "s3cret" not in written and "\x1b" not in written
