@@ -193,6 +193,8 @@ def begin(trainer: Trainer, origin: Path, start: int) -> None:
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
         if found is None or not begun.is_in(Path(found.path)):
             raise ConfigError(f"{begun.path} is no longer the checkpoint with whose weights the run began")
+    else:
+        trainer.initialize()
     trainer.begin(0)
 
 

@@ -21,6 +21,7 @@ def test_each_seed_can_vary_without_the_other(mesh: ParallelMesh, tmp_path: Path
     def build(*seeds: str) -> tuple[torch.Tensor, torch.Tensor]:
         """An initial weight and the tokens of the first step."""
         run = Trainer(compose_config([*common, *seeds], CONFIGS), models, data, [], mesh)
+        run.initialize()
         batches = next(iter(run.data.loader.steps(0, 1)))
         return local_part(next(iter(run.model.parameters()))).detach(), torch.cat([batch.tokens for batch in batches])
 

@@ -169,6 +169,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._staging is not None:
+            self._staging.stop_locking()
         if kind is not None:  # a save in the background must not become a checkpoint after the run is restarted
             self._abandoned.set()
 
@@ -183,7 +185,8 @@ class Checkpointer:
     # Saving
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the host memory for saves in the background: this rank's share of weights and moments.
+        """Reserve the host memory for saves in the background: this rank's share of weights and moments. `reports`
+        then begins to page-lock it.
 
         Raises RefusedError on all ranks if a machine does not have enough.
         """
@@ -245,6 +248,8 @@ class Checkpointer:
             report.stall = report.seconds
             self._end()
         else:
+            if last:  # the memory is not needed again
+                self._staging.stop_locking()
             snapshot = snapshot._replace(pieces=self._staging.copy(pieces))
             # A daemon, so that a process that fails for another reason does not wait for a disk.
             self._thread = threading.Thread(
@@ -261,11 +266,13 @@ class Checkpointer:
         return self._current is not None and not self._writing and self._current.error is not None
 
     def reports(self, save_failed: bool = False) -> list[SaveReport]:
-        """Saves that have ended since the last call; ranks may notice at different times. save_failed: `failed` of any
-        rank, from the step's all-reduce.
+        """Saves that have ended since the last call; ranks may notice at different times. Call it after every step.
+        save_failed: `failed` of any rank, from the step's all-reduce.
 
         Raises CheckpointError on all ranks after too many failed saves in a row.
         """
+        if self._staging is not None:
+            self._staging.lock_pages()
         if save_failed:
             self._end()
         elif self._thread is not None and not self._writing and not self.failed:

@@ -48,7 +48,6 @@ from megatron_fp4.training.build import (
     configuration_errors,
     execution_of,
     graphs_for,
-    initialize,
     is_refusal,
     load_data,
     sharded_model,
@@ -194,8 +193,7 @@ class Trainer:
         execution = models.agreed_execution(execution_of(config, models))
         step_state = StepState(seed=config.run.seed)
         self.model, self.precision = sharded_model(config, models, mesh, step_state, execution, backend.open())
-        self.progress.at(0, "initialize the weights")
-        initialize(self.model, config, models, mesh)
+        self.model.to_empty(device=mesh.device)
         with configuration_errors():
             self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)
         on_gpu = mesh.device.type == "cuda"
@@ -302,6 +300,8 @@ class Trainer:
                     self.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
             root = checkpointer.root
             checkpointer.sync.on_rank0("scan", lambda: refuse_to_overwrite(settings.resume, start, root))
+        if resumed is None and given is None:
+            self.initialize()
         if resumed is not None:
             self.load_state_dict(resumed.trainer, start)
             config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
@@ -309,6 +309,11 @@ class Trainer:
         with configuration_errors():
             self.data.check_epochs(self.config.data.max_epochs)
         return start
+
+    def initialize(self) -> None:
+        """Give the weights their initial values. What a checkpoint overwrites does not need them."""
+        self.progress.at(0, "initialize the weights")
+        self.models.initialize(self.model, self.config.model, self.config.run.seed)
 
     def begin_from(self, folder: Path, allow_mismatch: bool = False) -> None:
         """`begin` from the checkpoint in `folder`, which may be of another run. Raises ConfigError if it does not fit,
@@ -321,7 +326,8 @@ class Trainer:
         self.begin(resumed.step)
 
     def begin(self, done: int) -> None:
-        """Prepare a quiet trainer, which saves no checkpoints, to call `steps` after `done` steps."""
+        """Prepare a quiet trainer, which saves no checkpoints and whose weights have values, to call `steps` after
+        `done` steps."""
         self.log.open(done)
         for callback in self.callbacks:
             callback.start(done)

@@ -1,5 +1,6 @@
 """Saves that fail or are abandoned, loads during a run, and crafted checkpoints; in one process."""
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -8,12 +9,13 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fp4.checkpoint import checkpointer, files, shards
+from megatron_fp4.checkpoint import checkpointer, files, shards, staging
 from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGoneError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -102,6 +104,36 @@ def test_training_while_a_save_is_written_does_not_change_it(make_job: Callable[
     go.set()
     job.checkpointer.finish()
     assert job.resume() == 1
+
+
+def test_a_save_comes_while_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locking goes on after it, in complete tensors, and changes nothing of it."""
+    values = [torch.rand(count) for count in (3000, 10, 5000, 4000, 9, 2000)]
+    pieces = [shards.OwnPiece(number, (0,), (len(one),), one) for number, one in enumerate(values)]
+    memory, happened, staged = staging.Staging(pieces, torch.device("cpu")), list[Any](), list[shards.OwnPiece]()
+    saver = threading.Thread(target=lambda: (staged.extend(memory.copy(pieces)), happened.append("save")))
+
+    def register(address: int, size: int, _: int) -> int:
+        happened.append((address, size))
+        if len(happened) == 2:
+            saver.start()
+        return 0
+
+    monkeypatch.setattr(staging, "_LOCKED_AT_ONCE", 15000)
+    monkeypatch.setattr(staging, "_PAUSE", 0.1)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    memory._lock_pages()
+    saver.join()
+    assert happened.pop(2) == "save"
+    assert all(torch.equal(piece.values, one) for piece, one in zip(staged, values, strict=True))
+    first = staged[0].values.data_ptr()
+    parts = [(0, 16384), (16384, 20480), (36864, 16384), (53248, 12288)]
+    assert [(address - first, size) for address, size in happened] == parts
+    assert {address for address, _ in happened} <= {piece.values.data_ptr() for piece in staged}
+    memory.stop_locking()
+    memory._lock_pages()
+    assert len(happened) == 4
 
 
 def test_an_abandoned_save_is_not_published(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

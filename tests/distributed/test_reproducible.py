@@ -59,6 +59,7 @@ def trained(
     if first:
         trainer.begin_from(trainer.checkpointer.folder(first))
     else:
+        trainer.initialize()
         trainer.begin(0)
     numbers = [(step.result.loss, step.result.grad_norm) for step in trainer.steps(first, last)]
     trainer.save(last, last=True)

@@ -63,6 +63,7 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
     config = compose_config([*overrides, "parallel.replicate=2", "parallel.tensor=2"], pretrain.CONFIGS)
     trainer = Trainer(config, models, data, [Replicas()], build_mesh(config.parallel, torch.device("cpu")), quiet=True)
     callback = trainer.callbacks[0]
+    trainer.initialize()
     trainer.begin(0)
     for _ in trainer.steps(0, 2):
         pass
