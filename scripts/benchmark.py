@@ -1,8 +1,9 @@
 """Measure how fast this machine trains, and how much memory training takes.
 
     python scripts/benchmark.py linear     one linear, forward and backward, by recipe
-    torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] model=... ...
-                                           complete steps on a mesh, and how well they scale from another mesh
+    torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--alone] [--against one.json] model=... ...
+                                           complete steps on a mesh, and how well they scale from single GPUs or from
+                                           another mesh
 
 `parallel` takes the overrides of pretrain.py and makes the same steps as pretrain.py, on random tokens. It prints the
 peak memory, which `pretrain.py run.dry=true` estimates (with train.cuda_graphs=false). For the time of each kernel in a
@@ -23,6 +24,8 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -78,6 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--warmup", type=int, default=5, help="steps before the timed ones")
     add("--steps", type=int, default=10, help="timed steps")
     add("--against", type=Path, help="JSON file of another mesh to compare with")
+    add("--alone", action="store_true", help="first every rank by itself, all at the same time, to compare with")
     return parser.parse_args(arguments)
 
 
@@ -192,10 +196,67 @@ def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]
 def parallel(options: argparse.Namespace) -> int:
     """Complete steps (forward, backward, reduction, norm, clipping, update) on this mesh, and how well it scales from
     the mesh of `--against`. For weak scaling increase train.global_batch_size with the number of ranks; to compare
-    tensor parallelism keep it."""
+    tensor parallelism keep it. GPUs of one machine differ, and a GPU is faster while the others are idle: `--alone`
+    compares with the slowest of them, all of which compute a data-parallel rank's batch at the same time."""
     baseline = json.loads(options.against.read_text()) if options.against else None
     config = configure(options.overrides)
-    mesh, step_state = join_ranks(config, model_provider), StepState(seed=config.run.seed)
+    mesh = join_ranks(config, model_provider)
+    alone = seconds_alone(options, config, mesh) if options.alone else []
+    found = measure(config, mesh, options, lambda: None)
+    median, speed, device = found["median_seconds"], found["tokens_per_second"], mesh.device
+    memory = f"{found['peak_gib']:.1f} GiB, " if device.type == "cuda" else ""
+    line = (
+        f"{mesh.world_size} x {machine(device)}, tensor {mesh.tensor.size} x data {mesh.batch.size}: "
+        f"{median * 1e3:.1f} ms a step, {speed:,.0f} tokens/s, {memory}first step {found['first_step_seconds']:.1f} s"
+    )
+    if baseline is not None:
+        ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
+        line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
+    if alone:
+        slowest, tensor = max(alone), mesh.world_size // mesh.batch.size
+        line += (
+            f"; each alone {min(alone) * 1e3:.1f} to {slowest * 1e3:.1f} ms, {slowest / median / tensor:.1%} of ideal"
+        )
+    return written(found | {"alone_seconds": alone}, options.output, [line])
+
+
+def seconds_alone(options: argparse.Namespace, config: Config, mesh: ParallelMesh) -> list[float]:
+    """The median seconds of a step of every rank by itself, with the batch of a data-parallel rank. Each rank does it
+    in a child process, and the timed steps begin at the same time."""
+    context = multiprocessing.get_context("spawn")
+    connection, of_child = context.Pipe()
+    batch = config.train.global_batch_size // mesh.batch.size
+    single = [f"parallel.{key}=1" for key in config.parallel.sizes]
+    alone = [*options.overrides, *single, "parallel.sequence=null", f"train.global_batch_size={batch}"]
+    settings = argparse.Namespace(overrides=alone, warmup=options.warmup, steps=options.steps)
+    child = context.Process(target=_alone, args=(settings, of_child), daemon=True)
+    child.start()
+    of_child.close()  # so that `recv` fails if the child does
+    connection.recv()
+    dist.barrier()
+    connection.send("begin")
+    seconds: list[float] = [0.0] * mesh.world_size
+    dist.all_gather_object(seconds, connection.recv())
+    child.join()  # its memory is free
+    return seconds
+
+
+def _alone(options: argparse.Namespace, connection: Any) -> None:
+    """In the child: measure, and send the median seconds. The timed steps wait for a message."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    config = configure(options.overrides)
+    mesh = join_ranks(config, model_provider)
+    found = measure(config, mesh, options, lambda: (connection.send("ready"), connection.recv()))
+    connection.send(found["median_seconds"])
+    end_process(0)
+
+
+def measure(
+    config: Config, mesh: ParallelMesh, options: argparse.Namespace, before_timing: Callable[[], object]
+) -> dict[str, Any]:
+    """Make the steps of `options` on `mesh`; returns what they took. before_timing: called before the timed ones."""
+    step_state = StepState(seed=config.run.seed)
     device, on_gpu = mesh.device, mesh.device.type == "cuda"
     model, controller = initialized_model(config, model_provider, mesh, step_state)
     optimizer, plan = build_optimizer(model, config.optimizer), controller.plan
@@ -227,10 +288,12 @@ def parallel(options: argparse.Namespace) -> int:
     for number in range(options.warmup + options.steps):
         if number == 1 and on_gpu:  # after step 0; a graph's memory is counted when it is captured, not in replays
             torch.cuda.reset_peak_memory_stats(device)
+        if number == options.warmup:
+            before_timing()
         step()
     median = statistics.median(seconds[options.warmup :])
     speed = config.train.global_batch_size * config.train.sequence_length / median
-    found = {
+    return {
         "overrides": options.overrides,
         "machine": machine(device),
         "ranks": mesh.world_size,
@@ -244,15 +307,6 @@ def parallel(options: argparse.Namespace) -> int:
         "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0,
         "losses": losses,
     }
-    memory = f"{found['peak_gib']:.1f} GiB, " if on_gpu else ""
-    line = (
-        f"{mesh.world_size} x {machine(device)}, tensor {mesh.tensor.size} x data {mesh.batch.size}: "
-        f"{median * 1e3:.1f} ms a step, {speed:,.0f} tokens/s, {memory}first step {seconds[0]:.1f} s"
-    )
-    if baseline is not None:
-        ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
-        line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
-    return written(found, options.output, [line])
 
 
 COMMANDS = {"linear": linear, "parallel": parallel}

@@ -33,9 +33,11 @@ def test_the_benchmark_of_a_mesh_compares_with_another_mesh(tmp_path: Path) -> N
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     parallel(1, "--output", str(one))
     # Two ranks train the same global batch, so the loss is the same.
-    printed = parallel(2, "--output", str(two), "--against", str(one))
+    printed = parallel(2, "--output", str(two), "--against", str(one), "--alone")
     first, second = json.loads(one.read_text()), json.loads(two.read_text())
     assert first["losses"][0] == second["losses"][0]
     assert (second["ranks"], second["data"], second["micro_batches_per_rank"]) == (2, 2, 1)
     share = second["tokens_per_second"] / first["tokens_per_second"] / 2
     assert f"{share:.1%} of ideal" in printed
+    alone = second["alone_seconds"]
+    assert len(alone) == 2 and f" ms, {max(alone) / second['median_seconds']:.1%} of ideal" in printed
