@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data import provider as data
-from exchange.exports import Exports, last_exportable
+from exchange.exports import Exports, KeptTokenizer, last_exportable
 from inference.prompts import Prompts
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
@@ -155,6 +155,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         ReplayCheck() if config.run.replay_interval else None,
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
+        KeptTokenizer(),
         Records(),  # after measurements, which are part of a step's time
         Replicas() if config.run.replicas_interval else None,
         Spikes(config.spikes),  # may roll back, after the step's record

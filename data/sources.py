@@ -212,7 +212,7 @@ def common_facts(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in having:
             known.setdefault(key, value)
             one, other = _fact_text(known[key]), _fact_text(value)
-            if one != other:
+            if one != other and not _hashes(known[key]) & _hashes(value):
                 raise ValueError(
                     f"{having[0][0]} and {name} {what} ({one}; {other}) by their .json: prepare one of them again like "
                     "the other, or leave it out"
@@ -233,6 +233,11 @@ def _fact_text(fact: Mapping[str, Any] | None) -> str:
     return f"{fact['token']}, id {fact['id']}" if "token" in fact else f"fingerprint {fact['fingerprint'][:12]}"
 
 
+def _hashes(fact: Mapping[str, Any] | None) -> set[str]:
+    """The hashes of a tokenizer: version 0.2 has that of its file as the fingerprint."""
+    return {fact[key] for key in ("fingerprint", "file") if key in fact} if fact else set()
+
+
 def _load_tokenizer(path: str | Path, eod_token: str | None, known: Mapping[str, Any], name: str) -> TextTokenizer:
     """The tokenizer at `path`, with the tokens that end and begin documents by the datasets' `.json`. name: of the
     first dataset that has one. Raises ValueError if the data was made otherwise."""
@@ -249,7 +254,7 @@ def _load_tokenizer(path: str | Path, eod_token: str | None, known: Mapping[str,
         if made_with is None:
             raise
         raise ValueError(f"{error}; {name} was made with the tokenizer {made_with[:12]} by its .json") from error
-    if made_with not in (None, opened.fingerprint()):
+    if made_with is not None and not opened.made(made_with):
         raise ValueError(
             f"{name} was made with another tokenizer ({made_with[:12]} by its .json) than data.tokenizer={path} "
             f"({opened.fingerprint()[:12]}); name that one, or remove the .json if both have the same ids"

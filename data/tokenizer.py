@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,19 @@ import sentencepiece
 import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "ranks.tiktoken",
+    "ranks.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""The files of a tokenizer in a folder: transformers' own, and a rank file with its settings."""
 KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, or a .tiktoken rank file"
 END_OF_DOCUMENT = "<|endoftext|>"
 _SPACE = "\u2581"  # a space in a SentencePiece piece
@@ -58,12 +72,13 @@ _MAX_ADDED_TOKENS = 16  # searching each text for more added tokens takes longer
 class TextTokenizer(ABC):
     """Text to token ids and back. It can be pickled.
 
-    kind: the file format. name: the path of the file. eod_token, eod_id: the token that ends a document. bos_token: the
-    token that begins a document of the data; None if none does, whatever the file names. vocab_size: the largest id of
-    all tokens, including special ones, plus one; ids may have gaps.
+    kind: the file format. file_name: of such a file in a folder. name: the path of the file. eod_token, eod_id: the
+    token that ends a document. bos_token: the token that begins a document of the data; None if none does, whatever the
+    file names. vocab_size: the largest id of all tokens, including special ones, plus one; ids may have gaps.
     """
 
     kind: ClassVar[str]
+    file_name: ClassVar[str]
     vocab_size: int
 
     def __init__(self, name: str, eod_token: str, bos_token: str | None, special: Sequence[str]) -> None:
@@ -109,7 +124,23 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A sha256 of its content: tokenizers with equal fingerprints encode every text equally."""
+        """A sha256 of what decides about ids: tokenizers with equal fingerprints encode every text equally."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies it in the `.json` of a dataset, without the path of its file."""
+        return {"kind": self.kind, "fingerprint": self.fingerprint(), "vocab_size": self.vocab_size}
+
+    def made(self, fingerprint: str) -> bool:
+        """Whether `fingerprint`, of a dataset or a checkpoint, is this tokenizer's, also by an earlier version."""
+        return fingerprint in (self.fingerprint(), self.facts.get("file"))
+
+    def files(self) -> dict[str, Path]:
+        """The files at `name`, by the names under which `load_tokenizer` finds them in a folder."""
+        path = Path(self.name)
+        if path.is_dir():
+            return {name: path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)}
+        return {self.file_name: path}
 
     def id_of(self, token: str) -> int:
         """The id of a token. Raises ValueError if there is no such token."""
@@ -126,7 +157,7 @@ class HuggingFaceTokenizer(TextTokenizer):
     Raises ValueError for content that `tokenizers` cannot read, for dropout, and without an end-of-document token.
     """
 
-    kind = "tokenizer.json"
+    kind = file_name = "tokenizer.json"
 
     def __init__(
         self, content: str, name: str, eod_token: str | None = None, bos_token: str | None = None, reserved: int = 0
@@ -191,10 +222,48 @@ class HuggingFaceTokenizer(TextTokenizer):
         Path(path).write_text(self.content, encoding="utf-8")
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.content.encode("utf-8")).hexdigest()
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        settings = json.loads(self.content)
+        meaning = [
+            _meaning(settings.get("normalizer")),
+            _meaning(settings.get("pre_tokenizer")),
+            _model_meaning(settings),
+        ]
+        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "file": hashlib.sha256(self.content.encode("utf-8", "surrogateescape")).hexdigest()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.content, self.name, self.eod_token, self.bos_token, self._reserved)
+
+
+def _meaning(part: Any) -> Any:
+    """What decides about ids in a part of a `tokenizer.json`: without values that are defaults, which programs write or
+    leave out, and without the offsets that nothing here uses."""
+    if isinstance(part, list):
+        return [_meaning(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    defaults = {"ByteLevel": {"use_regex": True}, "Metaspace": {"split": True}}.get(str(part.get("type")), {})
+    found = {key: _meaning(value) for key, value in (defaults | part).items() if key != "trim_offsets"}
+    return {key: value for key, value in found.items() if value not in (None, "") and value is not False}
+
+
+def _model_meaning(settings: dict[str, Any]) -> list[Any]:
+    model, added = settings["model"], settings.get("added_tokens") or []
+    vocab, merges = model["vocab"], model.get("merges") or []
+    if isinstance(vocab, list):  # pieces and scores, whose last digit changes when `tokenizers` reads and writes them
+        vocab = [[piece, f"{score:.9g}"] for piece, score in vocab]
+    # No text becomes a special token: only its id and name count.
+    tokens = [[token["id"], token["content"]] if token["special"] else _meaning(token) for token in added]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    rest = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+    return [_meaning(rest), vocab, pairs, sorted(tokens, key=str)]
 
 
 class WordCache(dict[str, list[int]]):
@@ -298,7 +367,7 @@ class SentencePieceTokenizer(TextTokenizer):
     """A SentencePiece model, from the bytes of its file; it normalizes text. eod_token: None for the model's end of
     sentence, usually `</s>`. Raises ValueError for bytes that are not a model, and without such a token."""
 
-    kind = "sentencepiece"
+    kind, file_name = "sentencepiece", "tokenizer.model"
 
     def __init__(self, model: bytes, name: str, eod_token: str | None = None, bos_token: str | None = None) -> None:
         self._processor = processor = sentencepiece.SentencePieceProcessor()
@@ -348,7 +417,7 @@ class TiktokenTokenizer(TextTokenizer):
     """A tokenizer of tiktoken. parts: the ranks of tokens, the pattern that cuts words, the ids of special tokens.
     Raises ValueError for ranks or a pattern that tiktoken refuses, and without an end-of-document token."""
 
-    kind = "tiktoken"
+    kind, file_name = "tiktoken", "ranks.tiktoken"
 
     def __init__(
         self,
@@ -390,6 +459,9 @@ class TiktokenTokenizer(TextTokenizer):
     def token_id(self, token: str) -> int | None:
         return self.parts[2].get(token)
 
+    def files(self) -> dict[str, Path]:
+        return {self.file_name: Path(self.name), "ranks.json": Path(self.name).with_suffix(".json")}
+
     def fingerprint(self) -> str:
         ranks, pattern, special = self.parts
         digest = hashlib.sha256(json.dumps([pattern, sorted(special.items())]).encode())
@@ -418,8 +490,9 @@ def load_tokenizer(
         eos, reserved = _special_tokens(path, read)
         text = _text_of(read(path / "tokenizer.json"))
         return HuggingFaceTokenizer(text, str(path), eod_token or eos, bos_token, reserved)
-    if (path / "tokenizer.model").is_file():
-        return load_tokenizer(path / "tokenizer.model", eod_token, bos_token, read)
+    for name in (SentencePieceTokenizer.file_name, TiktokenTokenizer.file_name):
+        if (path / name).is_file():
+            return load_tokenizer(path / name, eod_token, bos_token, read)
     if path.is_dir():
         raise FileNotFoundError(
             f"the folder {path} has no tokenizer.json and no tokenizer.model; write one with transformers: "

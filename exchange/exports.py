@@ -37,10 +37,11 @@ import torch.distributed as dist
 
 from exchange.architectures import architecture_of
 from exchange.nvfp4 import TrainedPlan, refusal
+from exchange.tokenizer import KEPT, keep_tokenizer
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.files import move_aside
+from megatron_fp4.logging.files import attempt, move_aside
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.runtime.progress import Section, run_time_of, state_of_process
 from megatron_fp4.training.callbacks.reporting import as_typed, script, start_script
@@ -100,6 +101,17 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     output: IO[bytes]
     began: float
+
+
+class KeptTokenizer(Callback):
+    """Keeps the files of the run's tokenizer in run.dir/tokenizer, from which commands read it without the paths in a
+    configuration."""
+
+    def start(self, done: int) -> None:
+        """Copy them."""
+        run_dir, tokenizer = Path(self.trainer.config.run.dir), self.trainer.data.bundle.tokenizer
+        if self.trainer.mesh.rank == 0 and self.trainer.config.data.tokenizer is not None:
+            attempt(f"{run_dir}/{KEPT}", lambda: keep_tokenizer(run_dir, tokenizer))
 
 
 class Exports(Callback):

@@ -13,6 +13,7 @@ import base64
 import importlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from data.indexed import IndexedDataset
 from data.sources import prefixes
 from data.storage import is_url
 from data.tokenizer import (
+    TOKENIZER_FILES,
     HuggingFaceTokenizer,
     Read,
     SentencePieceTokenizer,
@@ -34,19 +36,12 @@ from data.tokenizer import (
     load_tokenizer,
 )
 from exchange.checkpoint import Checkpoint
-from megatron_fp4.checkpoint.files import check_plain, read_plain
+from megatron_fp4.checkpoint.files import check_plain, read_plain, write_file
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-"""The files of a tokenizer in a folder of transformers."""
+KEPT = "tokenizer"
+"""The folder in run.dir with the tokenizer's files, which a run writes when it starts."""
+# A folder with one of these has a tokenizer.
+_OPENED = {kind.file_name for kind in (HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer)}
 _WITHOUT = "export with --no-tokenizer"
 # Of each source, compared after an export: documents, and tokens of each.
 _DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
@@ -55,7 +50,8 @@ _DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
 def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> TextTokenizer | None:
     """The tokenizer that made the data of the checkpoint's run; None if the run has none and none is given.
 
-    given: its path now, if it differs from the path in the configuration, which only a trusted checkpoint may name.
+    given: its path now, if it is neither the copy in the run's folder nor at the path in the configuration, which only
+    a trusted checkpoint may name.
     Raises ValueError if it is missing, cannot be read, or is another one than the run's.
     """
     data, facts = checkpoint.config.data, checkpoint.trainer.get("data_facts", {})  # earlier versions have none
@@ -68,8 +64,10 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
         if given is not None:
             tokenizer = load_tokenizer(given, *ends, read_plain)
         elif checkpoint.weights_only:
-            if {"tokenizer.json", "tokenizer.model"} & checkpoint.manifest.files.keys():
+            if _OPENED & checkpoint.manifest.files.keys():
                 tokenizer = load_tokenizer(checkpoint.folder, *ends, checkpoint.read)
+        elif data.tokenizer is not None and (copy := _copy_of_run(checkpoint, expected, ends)) is not None:
+            tokenizer = copy
         elif not checkpoint.trusted and (data.tokenizer or data.cache_dir or (expected and data.kind != "builtin")):
             path = data.tokenizer or data.cache_dir or "data.tokenizer"
             consent = "give --trust-config if the run is yours, or its tokenizer as --tokenizer PATH"
@@ -80,7 +78,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
             tokenizer = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
     except OSError as error:
         raise ValueError(f"the tokenizer of {checkpoint.folder} cannot be read ({error}); {remedy}") from error
-    if tokenizer is not None and expected is not None and tokenizer.fingerprint() != expected:
+    if tokenizer is not None and expected is not None and not tokenizer.made(expected):
         raise ValueError(
             f"{tokenizer.name} is not the tokenizer of the run that made {checkpoint.folder}: its fingerprint is "
             f"{tokenizer.fingerprint()[:12]}, the run's {expected[:12]}; {remedy}"
@@ -95,19 +93,41 @@ def kept_tokenizer(path: Path, vocab_size: int, read: Read = read_plain) -> tupl
     """What an imported checkpoint saves of the tokenizer at `path`, a folder or a file: name -> content of its files,
     named as in a Hugging Face folder, and its fingerprint (None without a tokenizer). Raises ValueError for a tokenizer
     with more ids than the model has."""
-    files = {name: path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)}
-    if path.is_file():
-        files = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
-    kept, fingerprint = {name: read(file) for name, file in files.items()}, None
-    if {"tokenizer.json", "tokenizer.model"} & {*files}:
+    kept = {name: read(path / name) for name in TOKENIZER_FILES if os.path.lexists(path / name)}
+    fingerprint = None
+    if path.is_file() or _OPENED & kept.keys():
         tokenizer = load_tokenizer(path, read=read)
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; give the "
                 "model's own, or remove it"
             )
+        kept = kept or {name: read(file) for name, file in tokenizer.files().items()}
         fingerprint = tokenizer.fingerprint()
     return kept, fingerprint
+
+
+def _copy_of_run(checkpoint: Checkpoint, expected: str | None, ends: tuple[str | None, str | None]) -> Any:
+    """The tokenizer in the folder of the checkpoint's run; None if there is none, or another one."""
+    folder = checkpoint.folder.absolute().parent.parent / KEPT
+    if folder.is_symlink() or not any((folder / name).is_file() for name in _OPENED):
+        return None
+    tokenizer = load_tokenizer(folder, *ends, read_plain)
+    return tokenizer if expected is not None and tokenizer.made(expected) else None
+
+
+def keep_tokenizer(run_dir: Path, tokenizer: TextTokenizer) -> None:
+    """Copy the files of a run's tokenizer into run_dir/tokenizer, which appears only complete. Raises OSError."""
+    folder, content = run_dir / KEPT, {name: path.read_bytes() for name, path in tokenizer.files().items()}
+    if folder.is_dir() and content == {path.name: path.read_bytes() for path in folder.iterdir()}:
+        return
+    staging = run_dir / f"{KEPT}.tmp"
+    for old in (staging, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    staging.mkdir()
+    for name, text in content.items():
+        write_file(staging / name, text)
+    staging.rename(folder)
 
 
 # What of a folder's tokenizer_config.json does not change the ids of a text.

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,22 @@ def test_a_prompt_is_continued(run: Path, cli) -> None:
     assert err[0].startswith(f"{run}/checkpoints/step_00000004: step 4, 2,048 tokens; master weights, float32 on cpu")
     assert cli(run / "checkpoints" / "step_00000004", *once, 3)[1] == out
     assert cli(run, *once, 4)[1] != out != cli(run / "checkpoints" / "step_00000001", *once, 3)[1]
+
+
+def test_a_run_keeps_its_tokenizer(run: Path, tmp_path: Path) -> None:
+    """Commands open the run's copy without consent, unless it is another one or leads elsewhere."""
+    mine = Path(shutil.copytree(run, tmp_path / "mine"))
+    kept = tokenizer_of(open_checkpoint(mine, CONFIGS))
+    assert kept is not None and kept.name == str(mine / "tokenizer")
+    (mine / "tokenizer").rename(tmp_path / "moved")
+    (mine / "tokenizer").symlink_to(tmp_path / "moved")
+    with pytest.raises(ValueError, match="which is not used without your consent"):
+        tokenizer_of(open_checkpoint(mine, CONFIGS))
+    (mine / "tokenizer").unlink()
+    (mine / "tokenizer").mkdir()
+    tokenizer().save(mine / "tokenizer/tokenizer.json")
+    with pytest.raises(ValueError, match="which is not used without your consent"):
+        tokenizer_of(open_checkpoint(mine, CONFIGS))
 
 
 def test_several_prompts_from_a_file_and_several_samples(run: Path, cli, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def prepare(
     if isinstance(tokenizer, NewTokenizer):
         settings["tokenizer"] = {"train": tokenizer.vocab_size, "bos": tokenizer.bos_token}
     else:
-        settings["tokenizer"] = {**tokenizer_facts(tokenizer), **tokenizer.document_tokens}
+        settings["tokenizer"] = {**tokenizer.facts, **tokenizer.document_tokens}
     work = WorkFolder(output, {**settings, "format": _WORK_FORMAT})
     splits = SPLITS if options.validation > 0 else SPLITS[:1]
     # In this order, so that whoever finds a training index also finds its tokenizer, validation set and tokens.
@@ -320,7 +320,7 @@ def _write_indices(
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     facts: dict[str, Any] = {
         "dtype": dtype.name,
-        "tokenizer": tokenizer_facts(tokenizer),
+        "tokenizer": tokenizer.facts,
         **tokenizer.document_tokens,
         "options": source | {name: getattr(options, name) for name in ("validation", "max_document_bytes")},
     }
@@ -330,11 +330,6 @@ def _write_indices(
         lengths = np.memmap(work.path / f"{split}.lengths", "<i4", "r", shape=(count.documents,))
         write_index(files["idx"], dtype, [(lengths, None)])
         write_facts(work.path / f"{split}.json", count, files, {"split": split, **facts})
-
-
-def tokenizer_facts(tokenizer: TextTokenizer) -> dict[str, Any]:
-    """What identifies a tokenizer, without the path of its file."""
-    return {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
 
 
 def write_facts(path: Path, counts: SplitCount, files: dict[str, Path], facts: dict[str, Any]) -> None:

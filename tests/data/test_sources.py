@@ -93,7 +93,8 @@ def test_a_tokenizer_that_did_not_make_the_files_is_refused(tmp_path: Path) -> N
     tokenizer = train_tokenizer(["some text"] * 3, 260)
     tokenizer.save(tmp_path / "tokenizer.json")
     facts = tmp_path / "web.json"
-    for content in ({"tokenizer": {"fingerprint": tokenizer.fingerprint()}}, {"text_bytes": 1}):
+    file = {"fingerprint": tokenizer.facts["file"]}  # version 0.2 has the hash of the file
+    for content in ({"tokenizer": {"fingerprint": tokenizer.fingerprint()}}, {"tokenizer": file}, {"text_bytes": 1}):
         facts.write_text(json.dumps(content))
         open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
     facts.write_text(json.dumps({"tokenizer": {"fingerprint": "0123456789abcdef"}}))
@@ -145,7 +146,7 @@ def test_datasets_that_disagree_are_refused(where: str, changed: dict[str, Any],
     """Two files of a source, two sources, and validation sets, with and without data.tokenizer."""
     tokenizer = train_tokenizer(["some text!"] * 3, 260)
     tokenizer.save("tokenizer.json")
-    facts = {**FACTS, "tokenizer": {"fingerprint": tokenizer.fingerprint()}}
+    facts = {**FACTS, "tokenizer": tokenizer.facts}
     for name in ("web_0", "web_1", "more", "held_out"):
         write_random(tmp_path / name, 500)
         Path(f"{name}.json").write_text(json.dumps(facts | (changed if name == where else {})))
@@ -156,7 +157,8 @@ def test_datasets_that_disagree_are_refused(where: str, changed: dict[str, Any],
             open_indexed(1000, sources, held_out, given)
         assert expected.format(tokenizer.fingerprint()[:12]) in str(refusal.value)
         assert f"{where}" in str(refusal.value) and "\n" not in str(refusal.value)
-    Path(f"{where}.json").write_text(json.dumps(facts))
+    for older in ("web_0", where):
+        Path(f"{older}.json").write_text(json.dumps(facts | {"tokenizer": {"fingerprint": tokenizer.facts["file"]}}))
     bundle = open_indexed(1000, sources, held_out)
     assert "documents begin with: no token, end with: <|endoftext|> (id 0)" in bundle.summary()
 

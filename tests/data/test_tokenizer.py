@@ -89,6 +89,41 @@ def test_every_kind_of_tokenizer_works_alike(kind: str, tmp_path: Path) -> None:
         load_tokenizer(make(tmp_path), "no such")
 
 
+def changed(path: str, value: Any) -> str:
+    content = json.loads(train_tokenizer(TEXTS, 270).content)
+    *outer, last = path.split("/")
+    part = content
+    for name in outer:
+        part = part[int(name) if isinstance(part, list) else name]
+    part[last] = value
+    return HuggingFaceTokenizer(json.dumps(content, indent=3), "changed").fingerprint()
+
+
+def test_fingerprints_tell_what_a_file_means() -> None:
+    own = train_tokenizer(TEXTS, 270)
+    merges = json.loads(own.content)["model"]["merges"]
+    vocab = {**json.loads(own.content)["model"]["vocab"]}
+    swapped = vocab | {"a": vocab["b"], "b": vocab["a"]}
+    for path, value in (
+        ("model/merges", [" ".join(pair) for pair in merges]),
+        ("model/vocab", dict(reversed(vocab.items()))),
+        ("post_processor", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}),
+        ("added_tokens/0/normalized", True),
+    ):
+        assert changed(path, value) == own.fingerprint(), path
+    for path, value in (
+        ("model/merges", merges[::-1]),
+        ("model/vocab", swapped),
+        ("model/ignore_merges", True),
+        ("normalizer", {"type": "NFC"}),
+        ("pre_tokenizer/add_prefix_space", True),
+        ("pre_tokenizer/use_regex", False),
+        ("added_tokens/0/special", False),
+    ):
+        assert changed(path, value) != own.fingerprint(), path
+
+
 def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sentence_piece(tmp_path)))
     assert load_tokenizer(tmp_path / "m.model").encode_batch(TEXTS) == [processor.encode(text) for text in TEXTS]

@@ -18,7 +18,8 @@ from data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from exchange.tokenizer import compare_auto_tokenizer, tokenizer_files
+from exchange.tokenizer import compare_auto_tokenizer, keep_tokenizer, tokenizer_files
+from tests.data.test_tokenizer import KINDS as FILES
 
 CORPUS = [line for line in Path(__file__).read_text().splitlines() if line.strip() and "<|" not in line] * 3
 # GPT-4's expression, shortened: contractions, words, up to three digits, punctuation, spaces.
@@ -69,6 +70,8 @@ def test_transformers_encodes_as_in_training(kind: str, begin: bool, tmp_path: P
     assert back.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
     assert (back.eod_token, back.eod_id) == (tokenizer.eod_token, tokenizer.eod_id)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "again")  # another file, the same tokenizer
+    assert load_tokenizer(tmp_path / "again").fingerprint() == back.fingerprint()
     # The last text is not compared: only transformers reads a special token in a text.
     expected = [[tokenizer.eod_id] * begin + ids for ids in tokenizer.encode_batch(TEXTS[:-1])]
     assert [theirs(text)["input_ids"] for text in TEXTS[:-1]] == expected
@@ -113,6 +116,20 @@ def test_a_folder_is_exported_as_the_data_was_made(kind: str, begin: str | None,
         (tmp_path / "out/tokenizer_config.json").write_text(json.dumps(settings))
         with pytest.raises(ValueError, match=r"(AutoTokenizer of the exported folder gives|cannot open).*no-tokenizer"):
             compare_auto_tokenizer(tmp_path / "out", tokenizer, TEXTS)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_run_keeps_the_files(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("of another tokenizer")
+    make, *_ = FILES[kind]
+    (tmp_path / "own").mkdir()
+    own = load_tokenizer(make(tmp_path / "own"))
+    for _ in range(2):
+        keep_tokenizer(tmp_path, own)
+    kept = load_tokenizer(tmp_path / "tokenizer")
+    assert (kept.fingerprint(), kept.eod_token, kept.vocab_size) == (own.fingerprint(), own.eod_token, own.vocab_size)
+    assert not (tmp_path / "tokenizer.tmp").exists()
 
 
 def test_a_conversion_that_changes_ids_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def next_steps(config: Config) -> list[str]:
     """Commands to run after a finished run, as one types them in the current folder."""
     run_dir = Path(config.run.dir)
     run, exported = (shlex.quote(text) for text in (str(run_dir), os.path.join("exported", run_dir.resolve().name)))
-    if config.data.tokenizer or config.data.cache_dir:
+    if config.data.cache_dir:
         run = f"--trust-config {run}"  # commands do not open the paths that a configuration names, except with it
     commands = [("convert", f"export-hf {run} {exported}")]
     if config.data.kind == "builtin" or config.data.tokenizer is not None:
