@@ -72,9 +72,11 @@ def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
 
 
 def weight_specs(units: Iterable[nn.Module]) -> dict[QuantizedLinear, DTensorSpec | None]:
-    """The DTensor specs of the quantized linears' weights in `units`, before FSDP shards them (None: no DTensor)."""
+    """The DTensor specs of the quantized linears' weights in `units`, before FSDP shards them (None: no DTensor).
+    Without those of experts, [experts, out, in], which are gathered in BF16."""
     linears = [module for unit in units for module in unit.modules() if isinstance(module, QuantizedLinear)]
-    return {linear: linear.weight._spec if isinstance(linear.weight, DTensor) else None for linear in linears}
+    matrices = (linear for linear in linears if linear.weight.dim() == 2)
+    return {linear: linear.weight._spec if isinstance(linear.weight, DTensor) else None for linear in matrices}
 
 
 def gather_codes(
@@ -95,7 +97,7 @@ def gather_codes(
         assert isinstance(unit, FSDPModule)
         weights = []
         for parameter in parameters_of(unit):
-            if isinstance(linear := parameter.module, QuantizedLinear):
+            if isinstance(linear := parameter.module, QuantizedLinear) and linear in specs:
                 weights.append(GatheredWeight(parameter, linear, specs[linear], shards, compute_dtype))
         if weights:
             weights_of_units.append((unit, weights))

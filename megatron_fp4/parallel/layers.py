@@ -2,10 +2,11 @@
 
     ColumnParallelLinear   W [out, in], rows sharded      all tokens -> this rank's output features
     RowParallelLinear      W [out, in], columns sharded   this rank's input features -> sums over ranks
+    GroupedLinear          W [experts, out, in]           each expert's tokens -> its output features
     VocabParallelEmbedding E [vocab, dim], rows sharded
     OutputHead             W [vocab, dim], rows sharded; never quantized
 
-The plan gives both linears their recipe. No layer has a bias. With sequence parallelism `quantized_linear` gathers and
+The plan gives linears their recipe. No layer has a bias. With sequence parallelism `quantized_linear` gathers and
 scatters tokens while its GEMMs run (precision/linear.py). All other collectives are in the forward passes below:
 
     enter_tensor_parallel   before a column-parallel layer: gives every rank all tokens with all features
@@ -31,23 +32,26 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear import grouped_linear, quantized_linear
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.quantization.rounding import Span
+from megatron_fp4.quantization.segments import Segments
 
 Collective = Callable[[Tensor, ParallelMesh], Tensor]
 
 
 class QuantizedLinear(nn.Module):
-    """The base of the two parallel linears: a weight and its context, which precision/plan.py fills in."""
+    """The base of linears: a weight and its context, which precision/plan.py fills in."""
 
     context: LinearContext
 
-    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, shard_dim: int) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, mesh: ParallelMesh, shard_dim: int | None, *experts: int
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
-        self.weight = new_parameter((out_features, in_features), mesh, shard_dim)
+        self.weight = new_parameter((*experts, out_features, in_features), mesh, shard_dim)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, recipe={self.context.recipe.name}"
@@ -99,6 +103,19 @@ class RowParallelLinear(QuantizedLinear):
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""
         y_td = quantized_linear(x_td, self.weight, self.context)
         return y_td if self.mesh.sequence_parallel else leave_tensor_parallel(y_td, self.mesh)
+
+
+class GroupedLinear(QuantizedLinear):
+    """y = x W^T of experts, each with its own W, of which tensor-parallel ranks hold copies. The recipe's blocks must
+    divide both widths; the configuration check refuses others."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
+        super().__init__(in_features, out_features, mesh, None, num_experts)
+        self.context = LinearContext(num_experts=num_experts)
+
+    def forward(self, x_td: Tensor, segments: Segments) -> Tensor:
+        """[tokens, in] -> [tokens, out]; tokens are in `segments`, those of each expert (`Segments.of_experts`)."""
+        return grouped_linear(x_td, self.weight, self.context, segments)
 
 
 class VocabParallelEmbedding(nn.Module):

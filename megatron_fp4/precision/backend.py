@@ -34,6 +34,7 @@ from torch import Tensor
 from megatron_fp4.precision.recipe import Operand, OperandSlot, Recipe
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import Place, RoundingKey
+from megatron_fp4.quantization.segments import Segments
 
 if TYPE_CHECKING:
     from megatron_fp4.quantization.tensor import QuantizedTensor
@@ -197,7 +198,7 @@ class Backend(ABC):
         self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Functions that make the requested operands of `x` [n, m]: as it is stored, [n, k = m], and transposed,
-        [m, k = n]. place: of x in the global tensor.
+        [m, k = n]. place: of x in the global tensor. If it has segments, operands have their padding.
 
         The caller calls each once, the first before the second; a backend may quantize here or only in these calls.
         """
@@ -211,6 +212,17 @@ class Backend(ABC):
         total: contiguous [m, n] in `out_dtype`; the product is added to it in place, and it is returned. groups: those
         of a's rows; the product leaves their padding out (m counts the other rows) and is contiguous.
         """
+
+    def grouped_gemm(
+        self, name: str, a: Any, b: Any, segments: Segments, out_dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """`gemm` of each segment with its expert's weight. name: `fprop`, `dgrad`, `wgrad`. total: as in `gemm`.
+
+        fprop  a [padded tokens, in], b [experts * out, in] -> [tokens, out]
+        dgrad  a [padded tokens, out], b [in, experts * out] -> [tokens, in]
+        wgrad  a [out, padded tokens], b [in, padded tokens] -> [experts, out, in], the sum over an expert's segments
+        """
+        raise NotImplementedError(f"the backend {self.name} has no GEMM for experts")
 
 
 def first_line(error: BaseException) -> str:

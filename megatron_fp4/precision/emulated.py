@@ -40,7 +40,8 @@ from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.rounding import E4M3_MAX, Place
+from megatron_fp4.quantization.rounding import E4M3_MAX, Place, Span
+from megatron_fp4.quantization.segments import Segments
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import QuantizedTensor, all_reduce_maxima, tensor_decode_scale
 
@@ -108,9 +109,40 @@ class GemmOperand:
 
         return all_tokens
 
+    @property
+    def _main(self) -> Tensor:
+        """Values or codes [rows, k]."""
+        assert isinstance(self.values, Tensor | BlockScaled), "packed codes have another shape"
+        return self.values if isinstance(self.values, Tensor) else self.values.codes
+
+    def part(self, dim: int, rows: slice, segment: int) -> GemmOperand:
+        """Of an operand whose dimension `dim` consists of segments, one segment: its `rows`."""
+        tensors = [self._main] if isinstance(self.values, Tensor) else [self._main, self.values.scales]
+        parts = []
+        for tensor in tensors:
+            per_row = self._main.shape[dim] // max(1, tensor.shape[dim])
+            parts.append(tensor.narrow(dim, rows.start // per_row, (rows.stop - rows.start) // per_row))
+        scale = None if self.scale is None else self.scale[segment]
+        return GemmOperand(parts[0] if len(parts) == 1 else BlockScaled(*parts), scale, self.quantized)
+
     def unpacked(self) -> Tensor:
         """The values, a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
+
+
+def _joined(parts: dict[int, GemmOperand], num_segments: int, dim: int) -> GemmOperand:
+    """The operand of all segments from those that are not empty, by number, joined along dimension `dim`."""
+    first = next(iter(parts.values()))
+    if isinstance(first.values, Tensor):
+        values: Tensor | Packed = torch.cat([part.unpacked() for part in parts.values()], dim)
+    else:
+        of_parts = [(part.values.codes, part.values.scales) for part in parts.values()]  # type: ignore[union-attr]
+        values = BlockScaled(*(torch.cat(tensors, dim) for tensors in zip(*of_parts, strict=True)))
+    if first.scale is None:
+        return GemmOperand(values, None, first.quantized)
+    one = torch.ones_like(first.scale)
+    scales = [parts[number].scale if number in parts else one for number in range(num_segments)]
+    return GemmOperand(values, torch.stack(scales), first.quantized)  # type: ignore[arg-type]
 
 
 def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
@@ -239,6 +271,10 @@ class EmulatedBackend(Backend):
         The kernels compute the maxima of x here. The operands are made in the calls, so that both need not be in memory
         at once.
         """
+        if place.segments is not None:
+            of = functools.partial(functools.partial, self._in_segments, x, place)
+            stored = None if as_stored is None else of(as_stored, transposed=False)
+            return stored, None if transposed is None else of(transposed, transposed=True)
 
         def make(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
             if kernels is None:
@@ -280,6 +316,61 @@ class EmulatedBackend(Backend):
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, groups)
+
+    def _in_segments(self, x: Tensor, place: Place, request: OperandRequest, transposed: bool) -> GemmOperand:
+        """The operand of x as it is stored, or transposed; each segment is quantized alone. x may have the padding."""
+        segments = place.segments
+        assert segments is not None
+        padded_already = x.shape[0] != segments.rows or segments.padded_rows == segments.rows
+        if not request.operand.quantized and padded_already:
+            return GemmOperand(operand_rows(x.t() if transposed else x, request))
+        positions, parts = segments.padded_positions, dict[int, GemmOperand]()
+        request = replace(request, keep=False)
+        for number, (rows, padded) in enumerate(segments.sizes):
+            if padded.start < padded.stop:
+                own = x[padded if padded_already else rows]
+                own = torch.nn.functional.pad(own, (0, 0, 0, padded.stop - padded.start - len(own)))
+                at = Span(positions + padded.start if isinstance(positions, int) else positions[padded])
+                requests = (None, request) if transposed else (request, None)
+                made = self.operands(own, Place(at, place.columns), *requests)[transposed]
+                assert made is not None
+                parts[number] = made()
+        if not parts:
+            return GemmOperand(x[:0].t() if transposed else x[:0], quantized=request.operand.quantized)
+        return _joined(parts, len(segments.counts), int(transposed))
+
+    def grouped_gemm(
+        self,
+        name: str,
+        a: GemmOperand,
+        b: GemmOperand,
+        segments: Segments,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
+    ) -> Tensor:
+        """As `Backend.grouped_gemm`: a `gemm` for each segment."""
+        num_experts, sizes = len(segments.counts) // segments.sources, segments.sizes
+        of_weight = int(name == "dgrad")  # the dimension of b that experts share
+        if name == "wgrad":
+            out = total
+            if out is None:
+                out = torch.zeros(
+                    num_experts, a._main.shape[0], b._main.shape[0], dtype=out_dtype, device=a._main.device
+                )
+        else:
+            size = b._main.shape[of_weight] // num_experts
+            columns = size if name == "fprop" else b._main.shape[0]
+            out = torch.empty(segments.rows, columns, dtype=out_dtype, device=a._main.device)
+        for number, (rows, padded) in enumerate(sizes):
+            if rows.start == rows.stop:
+                continue
+            expert = number // segments.sources
+            if name == "wgrad":
+                self.gemm(a.part(1, padded, number), b.part(1, padded, number), out_dtype, out[expert])
+                continue
+            right = b.part(of_weight, slice(expert * size, (expert + 1) * size), expert)
+            out[rows] = self.gemm(a.part(0, padded, number), right, out_dtype)[: rows.stop - rows.start]
+        return out
 
 
 EMULATED = EmulatedBackend()

@@ -27,6 +27,9 @@ A slice is quantized before it is gathered, with the maximum of the complete ten
 in it. So its codes are those of the complete tensor, and each rank sends a quarter of the bytes and does its share of
 the work. For the backward pass a rank keeps only its own slice of x. Slices that do not consist of complete blocks are
 gathered before they are quantized.
+
+The linears of several experts (`grouped_linear`) are one call: weight [experts, out, in], tokens in segments
+(quantization/segments.py), a tensor scale for each segment and each expert's weight, and a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import BackendOperand, MakeOperand, RowGroups
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, local_part
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
-from megatron_fp4.precision.operands import LinearCall, LinearContext
+from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     FPROP_ACTIVATION,
@@ -48,6 +51,7 @@ from megatron_fp4.precision.recipe import (
     WGRAD_GRADIENT,
     OperandSlot,
 )
+from megatron_fp4.quantization.segments import Segments
 
 
 def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
@@ -61,13 +65,28 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad ignores no_grad.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _QuantizedLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[no-any-return, no-untyped-call]
+    return _QuantizedLinear.apply(x, weight, context, needs_wgrad, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, context: LinearContext, segments: Segments) -> Tensor:
+    """y = x W^T of each expert's tokens with its weight: codes and y are those of a `quantized_linear` for each
+    segment, with the positions of its tokens.
+
+    x: [tokens, in] in the compute dtype, in segments. weight: parameter [experts, out, in]. Returns [tokens, out]. The
+    weight's gradient is FP32, and zero for experts without tokens.
+    """
+    accept_fp32_gradient(weight)
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    return _QuantizedLinear.apply(x, weight, context, needs_wgrad, segments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
-        call, kept, scattered = LinearCall(context, weight, x), None, None
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool, segments: Segments | None
+    ) -> Tensor:
+        call = LinearCall(context, weight, x) if segments is None else GroupedCall(context, weight, x, segments)
+        kept = scattered = None
         w_fprop, w_dgrad = call.weight_operands()
         make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
         overlaps = make_kept is not None and make_kept is not make_fprop  # otherwise fprop's operand is kept
@@ -77,7 +96,7 @@ class _QuantizedLinear(torch.autograd.Function):
         y = call.padding.unpad_tokens(_product(call, "fprop", receive_x(), w_fprop, call.dtype))
         y = y if context.sharding.keep_padding else call.padding.unpad_outputs(y)
         ctx.observed = None
-        if (probe := context.probe) is not None:
+        if (probe := context.probe) is not None and segments is None:
             ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
         if (group := context.sharding.out_tokens) is not None:
             scattered = start_reduce_scatter(y, group, async_op=overlaps)
@@ -87,7 +106,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return y if scattered is None else scattered.wait()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (dy,), call = grad_outputs, ctx.call
         (w_dgrad, kept), dx, dw, scattered = _saved(ctx), None, None, None
         # First what exchanges maxima, which would otherwise wait for larger collectives.
@@ -105,7 +124,7 @@ class _QuantizedLinear(torch.autograd.Function):
             dw = _weight_gradient(ctx, receive_wgrad(), x_wgrad)
         if ctx.observed is not None:
             ctx.observed.backward(call.padding.unpad_outputs(call.all_tokens(dy, "gradient")), dx, dw)
-        return dx if scattered is None else scattered.wait(), dw, None, None
+        return dx if scattered is None else scattered.wait(), dw, None, None, None
 
 
 def _send(call: LinearCall, make: MakeOperand | None, slot: OperandSlot, async_op: bool = True) -> Any:
@@ -130,6 +149,8 @@ def _product(
     groups: RowGroups | None = None,
 ) -> Tensor:
     """The product of a GEMM (`fprop`, `dgrad`, `wgrad`), as `Backend.gemm` computes it."""
+    if call.segments is not None:
+        return call.backend.grouped_gemm(gemm, a, b, call.segments, out_dtype, total)
     multiply = functools.partial(call.backend.gemm, a, b, out_dtype, total, groups)
     watcher = call.context.watcher
     return multiply() if watcher is None else watcher.product(gemm, multiply, (a, b), total, groups)

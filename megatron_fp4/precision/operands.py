@@ -38,6 +38,7 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.rounding import ALL, Place, RoundingKey, Span, rounding_key
+from megatron_fp4.quantization.segments import Segments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,6 +78,7 @@ class LinearContext:
         an object, the linear calls its `backward(dy, dx, dw)` with the local parts; None: not needed. A probe with
         `reads_weights = False` never reads a call's weight. (measure/diagnostics.py)
     watcher: gets the backend's operands and products, and returns them unchanged. (verify.Recheck)
+    num_experts: of `grouped_linear`; 0: it is a `quantized_linear`. No watcher sees linears of experts.
     """
 
     name: str = ""
@@ -89,6 +91,7 @@ class LinearContext:
     keeps_rounded: bool = True
     probe: Any = None
     watcher: Any = None
+    num_experts: int = 0
 
     @property
     def gathers_codes(self) -> bool:
@@ -180,6 +183,8 @@ class LinearCall:
     are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens, or None.
     slices: those whose slices are quantized before they are gathered.
     """
+
+    segments: Segments | None = None
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
         self.context, self.recipe, self.backend = context, context.recipe, context.backend
@@ -279,7 +284,7 @@ class LinearCall:
             return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
         as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
-        if as_codes and self.dtype == torch.bfloat16:
+        if as_codes and self.dtype == torch.bfloat16 and self.segments is None:
             request = self.request(FPROP_WEIGHT)
             # The codes are kept without padding; unpacking adds it.
             place, groups = self.place("weight"), self.padding.groups
@@ -387,3 +392,28 @@ class LinearCall:
     def rounding_key_of(self, slot: OperandSlot) -> RoundingKey | None:
         """The key for an operand's draws; None: it has none."""
         return self.context.key(self.step, self.micro_batch, slot.name) if self.recipe[slot].drawn else None
+
+
+class GroupedCall(LinearCall):
+    """As `LinearCall`, of the linears of several experts: weight [experts, out, in], segments of x [tokens, in].
+
+    Inside, the weight is [experts * out, in]. Operands of x and dy have the padding of their segments, which the
+    backend adds; x, y and their gradients do not. Weights are kept as values: to unpack those of all experts at every
+    GEMM takes as long as a tenth of it.
+    """
+
+    def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
+        super().__init__(context, weight, x)
+        num_experts, outputs, _ = self.master.shape
+        self.master, self.segments = self.master.flatten(0, 1), segments.padded_to(self.alignment.tokens)
+        self.experts = Segments.of_equal(outputs, num_experts, x.device).padded_to(self.alignment.outputs)
+        self.padding = Padding(segments.rows, segments.rows, 1, RowGroups(outputs, outputs))
+        self.micro_batch = 0  # tokens are numbered over all micro-batches
+
+    def place(self, tensor: str, all_tokens: bool = False) -> Place:
+        """As `LinearCall.place`. all_tokens: no rank has a slice."""
+        if tensor == "weight":
+            return Place(segments=self.experts)
+        assert self.segments is not None
+        positions = self.segments.positions
+        return Place(Span(0 if positions is None else positions), segments=self.segments)

@@ -633,8 +633,8 @@ class Rechecked:
 
 
 class Recheck:
-    """Rechecks one linear every `interval` steps. It compares the first operand of each slot and the first product of
-    each GEMM in the step, not those of later micro-batches and recomputed blocks.
+    """Rechecks one linear every `interval` steps; not those of experts. It compares the first operand of each slot and
+    the first product of each GEMM in the step, not those of later micro-batches and recomputed blocks.
 
     linears: name -> context, in the plan's order; they take turns in this order. The step alone determines whose turn
     it is, so this is the same on all ranks and after a resume. Each data-parallel rank checks the linear on its own
@@ -649,7 +649,8 @@ class Recheck:
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """A context for the training step `step` (from 0); inside it a linear is watched if one is due."""
-        names = [name for name, context in self._linears.items() if context.recipe.quantized]
+        watchable = ((name, context) for name, context in self._linears.items() if not context.num_experts)
+        names = [name for name, context in watchable if context.recipe.quantized]
         if step % self.interval or not names:
             yield
             return

@@ -31,6 +31,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron_fp4.quantization.segments import Segments
+
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -175,10 +177,13 @@ class Place:
 
     Rows that come from several micro-batches are numbered over all of these (micro-batch * tokens + token), and their
     key leaves the micro-batch out: so a row's draws depend on its own micro-batch, whichever rank has it.
+
+    segments: the rows are several tensors, one after another; they are still without padding, and so is `rows`.
     """
 
     rows: Span = ALL
     columns: Span = ALL
+    segments: Segments | None = None
 
     @property
     def amax_groups(self) -> tuple[ProcessGroup, ...]:
@@ -187,6 +192,7 @@ class Place:
 
     def t(self) -> Place:
         """The place of the transposed tensor."""
+        assert self.segments is None
         return Place(self.columns, self.rows)
 
 

@@ -1,0 +1,133 @@
+"""Rows of a tensor in segments, each of which is quantized as a tensor of its own: the tokens of each expert.
+
+A segment of an expert is what one micro-batch of one source rank sends it: it has its own tensor scale, its own groups
+of 16 rows for transforms and blocks along tokens, and its own padding with zeros. So its codes are those of a lone
+linear that gets these tokens alone, wherever the segment lies, and however many ranks share the experts.
+
+Draws depend on a row's position in the global tensor [tokens * experts, features], of which a micro-batch computes the
+rows of the chosen experts. Tokens are numbered over all micro-batches of a step (`Place`), so the key leaves the
+micro-batch out. Within a segment tokens ascend. So two blocks of 16 rows begin at positions that are at least 16 apart,
+and never share a draw, although MS-EDEN's draw belongs to 16 positions. Padding is numbered down from 2^40.
+
+    counts  2, 0, 3    of rows, by segment              x  a0 a1 c0 c1 c2
+    padded to 4        a0 a1 .  .  c0 c1 c2 .  .  .  .  .     then up to `padded_rows`, which the counts do not change
+
+Nothing here waits for the device but `sizes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+_PADDING_POSITIONS = 2**40
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """counts: int64 [segments], of rows, on the rows' device; each segment follows the one before. rows: their sum.
+
+    positions: int64 [rows], where each row lies in the global tensor, ascending within a segment; None: rows follow
+    each other. multiple: segments are padded to it. equal: all segments have this number of rows, a multiple of
+    `multiple`; 0: any number. sources: consecutive segments that belong to one expert.
+    """
+
+    counts: Tensor
+    rows: int
+    positions: Tensor | None = None
+    multiple: int = 1
+    equal: int = 0
+    sources: int = 1
+    _padded_to: dict[int, Self] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_experts(cls, counts: Tensor, tokens: Tensor) -> Self:
+        """The rows that experts compute.
+
+        counts: int64 [experts] or [experts, sources]. tokens: int64 [rows], the number of each row's token among all
+        micro-batches of the step (micro-batch * tokens of a micro-batch + token), ascending within a segment.
+        """
+        experts, rows = len(counts), len(tokens)
+        number = torch.arange(experts, device=counts.device)
+        per_expert = counts.view(experts, -1).sum(1)
+        expert_of = number.repeat_interleave(per_expert, output_size=rows)  # without the size it waits for the device
+        return cls(counts.flatten(), rows, tokens * experts + expert_of, sources=counts.numel() // experts)
+
+    @classmethod
+    def of_equal(cls, count: int, num_segments: int, device: torch.device) -> Self:
+        """Segments of `count` rows each, whose positions follow each other: the matrices of a weight."""
+        return cls(torch.full((num_segments,), count, device=device), count * num_segments, equal=count)
+
+    def padded_to(self, multiple: int) -> Self:
+        """The same segments, each padded to a multiple of `multiple` rows."""
+        assert not self.equal or self.equal % multiple == 0, f"{self.equal} rows are not a multiple of {multiple}"
+        if multiple not in self._padded_to:
+            self._padded_to[multiple] = replace(self, multiple=multiple, _padded_to={})
+        return self._padded_to[multiple]
+
+    @functools.cached_property
+    def padded_rows(self) -> int:
+        """Rows with padding: as many as any counts of this sum can need."""
+        if self.equal:
+            return self.rows
+        # A segment without rows needs no padding, and one with rows at most multiple - 1.
+        return (self.rows + len(self.counts) * (self.multiple - 1)) // self.multiple * self.multiple
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """int64 [segments + 1]: the first row of each segment, and the end of the last."""
+        return _starts(self.counts)
+
+    @functools.cached_property
+    def padded_starts(self) -> Tensor:
+        """`starts` with the padding."""
+        return (
+            self.starts
+            if self.multiple == 1
+            else _starts((self.counts + (self.multiple - 1)) // self.multiple * self.multiple)
+        )
+
+    @functools.cached_property
+    def segment_of(self) -> Tensor:
+        """int64 [padded_rows]: each row's segment; the number of segments for rows after all of them."""
+        row = torch.arange(self.padded_rows, device=self.counts.device)
+        return torch.searchsorted(self.padded_starts[1:], row, right=True)
+
+    @functools.cached_property
+    def source(self) -> Tensor:
+        """int64 [padded_rows]: the row without padding; -1 for padding."""
+        row, segment = torch.arange(self.padded_rows, device=self.counts.device), self.segment_of
+        within = row - self.padded_starts[segment]
+        counts = torch.cat((self.counts, self.counts.new_zeros(1)))
+        return torch.where(within < counts[segment], self.starts[segment] + within, -1)
+
+    @functools.cached_property
+    def padded_positions(self) -> Tensor | int:
+        """int64 [padded_rows], or the first row's position if the others follow."""
+        if self.positions is None:
+            return 0
+        if self.multiple == 1:
+            return self.positions
+        row = torch.arange(self.padded_rows, device=self.counts.device)
+        padding = _PADDING_POSITIONS - self.multiple + row % self.multiple
+        if not self.rows:
+            return padding
+        return torch.where(self.source < 0, padding, self.positions[self.source.clamp(min=0)])
+
+    @functools.cached_property
+    def sizes(self) -> list[tuple[slice, slice]]:
+        """The rows of each segment without and with padding. Waits for the device."""
+        found, start, padded_start = [], 0, 0
+        for count in self.counts.tolist():
+            padded = -(-count // self.multiple) * self.multiple
+            found.append((slice(start, start + count), slice(padded_start, padded_start + padded)))
+            start, padded_start = start + count, padded_start + padded
+        return found
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0)))

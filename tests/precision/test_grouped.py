@@ -1,0 +1,93 @@
+"""The linears of several experts against a lone linear for each segment, bit for bit."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision.backend import RowGroups, block_alignment
+from megatron_fp4.precision.linear import grouped_linear, quantized_linear
+from megatron_fp4.precision.operands import LinearContext
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.quantization.rounding import ALL, Place, Span
+from megatron_fp4.quantization.segments import Segments
+from tests.precision import reference as ref
+
+INPUTS, OUTPUTS = 128, 256
+# Of experts, or of [experts, sources]: one without tokens, one whose segments need no padding, one token.
+COUNTS = {"experts": [37, 0, 16, 1], "sources": [[3, 17], [0, 0], [32, 0], [0, 130]]}
+
+
+@dataclass
+class Lone(LinearContext):
+    """The linear of one expert. tokens: positions of its tokens with padding. first: its first row in the weight."""
+
+    tokens: Tensor | None = None
+    first: int = 0
+
+    def place(self, tensor: str, tokens: Span = ALL, groups: RowGroups | None = None) -> Place:
+        if tensor == "weight":
+            return Place(Span(self.first))
+        assert self.tokens is not None
+        return Place(Span(self.tokens))
+
+
+def routed(counts: list[list[int]]) -> Tensor:
+    """Which tokens of 1024 each row is of, ascending in every segment; never contiguous."""
+    draws = torch.Generator().manual_seed(3)
+    chosen = [torch.randperm(1024, generator=draws)[:count].sort().values for of in counts for count in of]
+    return 5000 + torch.cat(chosen)
+
+
+def lone_linears(
+    x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, counts: list[list[int]], tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dW of a `quantized_linear` for each segment."""
+    multiple, start = block_alignment(recipe).tokens, 0
+    y, dx, dw = (
+        torch.zeros(shape, dtype=dtype)
+        for shape, dtype in ((dy.shape, dy.dtype), (x.shape, x.dtype), (w.shape, torch.float32))
+    )
+    for expert, of in enumerate(counts):
+        weight = w[expert].clone().requires_grad_()
+        for count in of:
+            rows, padding = slice(start, start + count), torch.arange(2**40 - multiple, 2**40)
+            start += count
+            if not count:
+                continue
+            positions = tokens[rows] * len(counts) + expert
+            if count % multiple:
+                positions = torch.cat((positions, padding[count % multiple :]))
+            context = Lone("experts", recipe, StepState(seed=1, step=4), tokens=positions, first=expert * OUTPUTS)
+            given = x[rows].clone().requires_grad_()
+            y[rows] = (out := quantized_linear(given, weight, context)).detach()
+            out.backward(dy[rows])
+            dx[rows] = given.grad
+        if weight.grad is not None:
+            dw[expert] = weight.grad
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+@pytest.mark.parametrize("name", ref.RECIPES)
+def test_codes_and_products_are_those_of_a_lone_linear_for_each_segment(name: str, counts: list) -> None:
+    recipe, counted = ref.RECIPES[name], torch.tensor(counts)
+    of_experts = [[count] if isinstance(count, int) else count for count in counts]
+    x, _, dy = ref.tensors(int(counted.sum()), INPUTS, OUTPUTS, dtype=torch.bfloat16)
+    # Experts have weights and tokens of other sizes: another's tensor scale gives other codes.
+    sizes = torch.tensor([1.0, 3.0, 0.2, 7.0]).repeat_interleave(counted.view(4, -1).sum(1))[:, None]
+    x, dy = (x * sizes).bfloat16(), (dy * sizes).bfloat16()
+    w = torch.stack([ref.tensors(1, INPUTS, OUTPUTS, seed)[1] * (1 + seed) for seed in range(4)])
+    tokens, results = routed(of_experts), []
+    for keeps_input in (False, True):
+        context = LinearContext("experts", recipe, StepState(seed=1, step=4, micro_batch=2), keeps_input=keeps_input)
+        inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = grouped_linear(inputs, weight, context, Segments.of_experts(counted, tokens))
+        y.backward(dy)
+        assert weight.grad is not None
+        results.append((y.detach(), inputs.grad, weight.grad))
+    expected = lone_linears(x, w, dy, recipe, of_experts, tokens)
+    for found in results:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
