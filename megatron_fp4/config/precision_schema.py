@@ -20,10 +20,11 @@ class OperandConfig:
     """How one GEMM operand is quantized."""
 
     format: str = "bf16"
-    """`bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`."""
+    """`bf16` (not quantized), `nvfp4`, `mxfp4`, `mxfp8`, `fp8`, or a member of the family in quantization/family.py: an
+    element, a block scale and what shares an FP32 scale, such as `e2m1_e5m2`, `e2m1_e4m3_row` or `e4m3_tensor`."""
     block: str = "1x16"
     """elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or `16x16`;
-    FORMATS has the blocks of each format. Ignored for `bf16`."""
+    FORMATS in quantization/formats.py has those of each format. Ignored for `bf16` and where no block has a scale."""
     rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
     """`nearest`, or `stochastic` if the format has it; for nvfp4 operands of dgrad and wgrad also `ms_eden` (Quartet
     II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`."""

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron_fp4.precision.emulated import EMULATED, GemmOperand, shared_amax, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, GemmOperand, amax_of, shared_amax, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.operands import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
@@ -308,11 +308,10 @@ class ProbedCall:
                 amax = torch.maximum(amax, _transformed_amax(x, transform(torch.eye(rht, device=x.device))))
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         place = call.place(slot.tensor, all_tokens=True)
-        if format_of(operand.format).tensor_scale:
-            amax = shared_amax(amax, place.amax_groups)
-        key = call.rounding_key_of(slot)
-        at = place.t() if slot.transposed else place
-        sums = operand_sums(part.to(torch.float32), operand, key and key.at(at), amax)
+        key, form = call.rounding_key_of(slot), format_of(operand.format)
+        at, part = place.t() if slot.transposed else place, part.to(torch.float32)
+        shared = shared_amax(amax, place.amax_groups) if form.tensor_scale else amax_of(part, at, form)
+        sums = operand_sums(part, operand, key and key.at(at), shared)
         # The transform is orthogonal: apart from rounding to BF16, it does not change the sum of squares.
         raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
         sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))
@@ -372,9 +371,9 @@ def _device_signs(size: int, device: torch.device) -> Tensor:
     return fixed_signs(size, device)
 
 
-def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> Tensor:
+def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None) -> Tensor:
     """The first five of `OPERAND_SUMS` for `x`, FP32 [rows, k], quantized as `operand` says: FP64 [5]. (The other two
-    are about the tensor before a transform.) key: of stochastic rounding. amax: FP32 0-dim, of the whole tensor."""
+    are about the tensor before a transform.) key: of stochastic rounding. amax: as `Format.amax`, of all."""
     encoded = operand.encode(x, key, amax)
     values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
     if scale is not None:

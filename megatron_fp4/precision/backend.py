@@ -75,7 +75,8 @@ def block_alignment(recipe: Recipe) -> Alignment:
 
     Raises ValueError for an unknown format.
     """
-    tile = max((format_of(name).tile for name in recipe.formats), default=1)
+    quantized = (operand for operand in recipe.operands.values() if operand.quantized)
+    tile = max((format_of(operand.format).multiple(operand.block) for operand in quantized), default=1)
     outputs = max(tile, recipe.dgrad.rht)
     tokens, inputs = max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht)
     return Alignment(tokens=tokens, inputs=inputs, outputs=outputs, group_outputs=outputs)

@@ -36,7 +36,7 @@ from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest,
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
-from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.formats import Format, format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
@@ -439,10 +439,15 @@ def quantize_operand(rows: Tensor, place: Place, request: OperandRequest) -> Gem
 
 def encode_operand(rows: Tensor, place: Place, request: OperandRequest) -> QuantizedTensor:
     """Codes and scales of `rows` (as in `quantize_operand`), scaled by the maximum of all ranks of the place."""
-    rows, amax = operand_rows(rows, request).to(torch.float32), None
-    if format_of(request.operand.format).tensor_scale:
-        amax = shared_amax(rows.abs().amax(), place.amax_groups)
+    rows = operand_rows(rows, request).to(torch.float32)
+    amax = amax_of(rows, place, format_of(request.operand.format))
     return request.operand.encode(rows, request.key and request.key.at(place), amax)
+
+
+def amax_of(rows: Tensor, place: Place, form: Format) -> Tensor | None:
+    """`form.amax` of FP32 [rows, k] at `place`, of all ranks that share it."""
+    amax = form.amax(rows)
+    return None if amax is None else shared_amax(amax, form.amax_groups(place))
 
 
 def operand_rows(rows: Tensor, request: OperandRequest) -> Tensor:
@@ -464,7 +469,7 @@ def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
 
 
 def shared_amax(amax: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """The largest FP32 0-dim `amax` of the ranks of `groups`; without groups, `amax` itself."""
+    """The largest FP32 `amax`, elementwise, of the ranks of `groups`; without groups, `amax` itself."""
     if not groups:
         return amax
     bits = amax.view(torch.int32) & 0x7FFFFFFF

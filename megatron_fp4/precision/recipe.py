@@ -13,6 +13,7 @@ The blocks of an operand lie along its GEMM's dot product. The paper's recipe (s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from megatron_fp4.config.precision_schema import (
     WgradConfig,
 )
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import E2M1_MAX, RoundingKey
+from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
 # The tensors that each GEMM multiplies: (left, right).
@@ -92,8 +93,15 @@ class Operand:
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether its codes are E2M1."""
-        return self.quantized and format_of(self.format).largest == E2M1_MAX
+        return self.quantized and format_of(self.format).bits == 4
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element, with its share of the block's scale; 16 in BF16. (FP32 scales of more do not count.)"""
+        if not self.quantized:
+            return 16.0
+        form = format_of(self.format)
+        return form.bits + (form.scale_bits / math.prod(self.block) if len(form.blocks) > 1 else 0.0)
 
     @property
     def drawn(self) -> bool:
@@ -103,17 +111,16 @@ class Operand:
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
         """Quantize FP32 `rows` [rows, k] to the operand's format.
 
-        key: for the draws, if it is `drawn`; None rounds to nearest, which `ms_eden` cannot. amax: of the tensor that
-        `rows` are part of, FP32 (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an
-        unknown format.
+        key: for the draws, if it is `drawn`; None rounds to nearest, which `ms_eden` cannot. amax: as
+        `Format.amax`, of the tensor that `rows` are part of (None: of `rows`). Raises ValueError for an unknown format.
         """
         form = format_of(self.format)
         if self.rounding == "ms_eden":
             assert form.encode_ms_eden is not None, f"{self.format} has no MS-EDEN"
             return form.encode_ms_eden(rows, key, amax=amax)
         options = {name: getattr(self, name) for name in form.options}
-        if form.tensor_scale:
-            options["amax"] = rows.abs().amax() if amax is None else amax
+        if form.scope:
+            options["amax"] = form.amax(rows) if amax is None else amax
         return form.encode(rows, self.block, key if self.drawn else None, **options)
 
     def __str__(self) -> str:
@@ -128,8 +135,8 @@ class Operand:
             "as fprop": self.source == "codes",
             "of fprop's codes": self.source == "forward",
         }
-        block = f"{self.block[0]}x{self.block[1]}"
-        return " ".join((self.format, block, *(mark for mark, holds in marks.items() if holds)))
+        block = [f"{self.block[0]}x{self.block[1]}"] if len(format_of(self.format).blocks) > 1 else []
+        return " ".join((self.format, *block, *(mark for mark, holds in marks.items() if holds)))
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ def uses_signs(gemms: Iterable[Gemm]) -> bool:
 def uses_amax(gemms: Iterable[Gemm]) -> bool:
     """Whether `amax` has an effect on any of `gemms`."""
     operands = (operand for gemm in gemms for operand in gemm.operands if operand.quantized)
-    return any(format_of(operand.format).tensor_scale for operand in operands)
+    return any(format_of(operand.format).scope in ("tensor", "row") for operand in operands)
 
 
 @dataclass(frozen=True)
@@ -221,10 +228,11 @@ def recipe_from_config(config: RecipeConfig) -> Recipe:
 def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
     if config.format == "bf16":
         return Operand()
-    rows, columns = config.block.split("x")
+    blocks = format_of(config.format).blocks
+    rows, columns = map(int, config.block.split("x")) if len(blocks) > 1 else blocks[0]
     return Operand(
         format=config.format,
-        block=(int(rows), int(columns)),
+        block=(rows, columns),
         rounding=config.rounding,
         four_over_six="" if config.four_over_six == "none" else config.four_over_six,
         power_of_two_scales=powers_of_two and config.format == "fp8",

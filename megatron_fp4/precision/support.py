@@ -39,7 +39,7 @@ from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.plan import Plan, recipe_of, recipes_in
 from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
-from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.formats import FORMATS, NAMES
 from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -129,12 +129,12 @@ def _operand(operand: OperandConfig, config: RecipeConfig, slot: OperandSlot, ke
     """
     given = f"{key}.{slot.key}"
     if operand.format not in FORMATS:
-        yield f"{given}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}"
+        yield f"{given}.format={operand.format} is not known; choose one of bf16, {NAMES}"
         return
     form = FORMATS[operand.format]
     allowed = {
         "rounding": ["nearest", "stochastic", "ms_eden"] if form.stochastic else ["nearest"],
-        "block": [f"{rows}x{columns}" for rows, columns in form.blocks],
+        "block": [f"{rows}x{columns}" for rows, columns in form.blocks if len(form.blocks) > 1] or [operand.block],
         "four_over_six": ["none", "absolute", "squared"] if "four_over_six" in form.options else ["none"],
     }
     for option, values in allowed.items():
@@ -165,7 +165,7 @@ def _source(config: RecipeConfig, key: str) -> Iterator[str]:
         if operand.source == "tensor" or operand.format == "bf16":
             continue
         given, fprop = f"{key}.{gemm}.{tensor}.source={operand.source}", getattr(config.fprop, tensor)
-        if fprop.format == "bf16" or (fprop.format == "fp8" and operand.source == "forward"):
+        if fprop.format == "bf16" or (operand.source == "forward" and not FORMATS[fprop.format].exact):
             why = "makes no codes" if fprop.format == "bf16" else "has scales that are not exact in BF16"
             yield f"{given}, but {key}.fprop.{tensor}.format={fprop.format} {why}; set source to tensor"
         for name in ("fprop", gemm) if operand.source == "codes" else ("fprop",):
@@ -190,7 +190,7 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
     if not uses_signs(recipe.gemms.values()):
         why["rht_signs"] = f"no GEMM has a Hadamard transform; leave it out, or set {key}.wgrad.rht=16"
     if not uses_amax(recipe.gemms.values()):
-        why["amax"] = "only nvfp4 has tensor maxima; leave it out"
+        why["amax"] = "no format has a scale of a tensor or a row; leave it out, or choose nvfp4"
     if not any(other.quantized for other in recipes):
         why |= {f"bf16_blocks.{field.name}": nothing for field in fields(Bf16BlocksConfig)}
         if switch == "never":

@@ -107,7 +107,7 @@ class PackedOperand:
         (operand, size), form = self.layout, self.form
         codes = self.codes[:, : size // form.per_byte]
         codes = codes if form.per_byte == 2 else codes.view(form.codes)
-        scales = unswizzle_scales(self.scales, self.codes.shape[0], size // format_of(operand.format).tile)
+        scales = unswizzle_scales(self.scales, self.codes.shape[0], size // operand.block[1])
         return QuantizedTensor(codes, scales, operand.block)
 
     def unpacked(self) -> Tensor:

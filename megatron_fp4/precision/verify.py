@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups, first_line
-from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, rows_of, shared_amax
+from megatron_fp4.precision.emulated import PackedWeight, amax_of, operand_rows, packed_weight, rows_of, shared_amax
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearCall, LinearContext, Sharding
 from megatron_fp4.precision.plan import Plan
@@ -91,8 +91,8 @@ def operand_fault(
     size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // x.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
     chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
     amax = functools.reduce(torch.maximum, (operand_rows(x[chunk], request).abs().amax() for chunk in chunks))
-    amax = amax.to(torch.float32)
-    if format_of(request.operand.format).tensor_scale:
+    amax, form = amax.to(torch.float32), format_of(request.operand.format)
+    if form.tensor_scale:
         amax = shared_amax(amax, place.amax_groups)
     values, scale = made.unpacked(), made.scale
     if not amax.isfinite():
@@ -105,7 +105,8 @@ def operand_fault(
             fault = _allowed_codes_fault(decoded, chunk, rows, request, amax, inexact)
         else:
             key = request.key and request.key.at(replace(place, rows=place.rows.part(chunk)))
-            expected = request.operand.encode(rows.to(torch.float32), key, amax)
+            rows = rows.to(torch.float32)
+            expected = request.operand.encode(rows, key, amax if form.tensor_scale else amax_of(rows, place, form))
             actual = values[chunk].to(torch.float32)
             fault = difference("values", actual + 0.0, expected.block_values() + 0.0, chunk.start)
             if isinstance(expected, NVFP4Tensor) and not fault:

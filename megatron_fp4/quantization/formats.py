@@ -1,26 +1,30 @@
 """The table of formats of GEMM operands. A row of `FORMATS` is all that other packages need to know about a format.
 
-A new format needs a file like `microscaling.py` (its arithmetic in PyTorch, the reference), a row here, and a test.
-Kernels are optional.
+A new format needs a file like `microscaling.py` (its arithmetic in PyTorch, the reference), a row here, and a test; or
+it is a member of the family in `family.py`, whose rows are made from its parts. Kernels are optional.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Fused, Side
+from megatron_fp4.quantization.family import GRIDS, amax_of_scope, members
 from megatron_fp4.quantization.fp4 import FusedFourOverSix, FusedFP4
 from megatron_fp4.quantization.fp8 import FP8_BLOCKS, FusedFP8, encode_fp8
 from megatron_fp4.quantization.microscaling import MX_BLOCKS, FusedMXFP8, encode_mxfp4, encode_mxfp8
 from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS, encode_nvfp4
-from megatron_fp4.quantization.rounding import E2M1_MAX, E4M3_MAX, RoundingKey, fresh_rounding_key
+from megatron_fp4.quantization.rounding import E2M1_MAX, E4M3_MAX, Place, RoundingKey, fresh_rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,16 @@ class Format:
     """How operands of a format are made.
 
     encode: quantizes FP32 rows [rows, cols], given block and key (None: round to nearest); takes `options` as keywords,
-        and `amax` if there is a tensor scale.
-    blocks: its allowed blocks, (rows, columns) of the elements that share a scale, columns along the dot product.
+        and `amax` if it has a scope.
+    blocks: its allowed blocks, (rows, columns) of the elements that share a scale, columns along the dot product. One
+        alone: it is no choice, because blocks have no scales.
     largest: magnitude of the largest code.
     scales: dtype of a block scale (UE8M0 is stored in uint8).
     fused: classes of NVIDIA GPU kernels, if there are any; the first that can make an operand makes it. Triton is
         imported when a kernel is first launched.
-    tensor_scale: whether the tensor has one FP32 scale. stochastic: whether codes may be rounded stochastically.
+    bits: of a code. scale_bits: of a block's scale.
+    scope: what shares an FP32 scale beside those of blocks: `tensor`, or as in family.py; empty: nothing.
+    exact: whether BF16 holds every `code * block scale`. stochastic: whether codes may be rounded stochastically.
     options: flags of an operand that apply to this format only.
     encode_ms_eden: as `encode`, but by MS-EDEN: from rotated rows, always with a key, without block and options;
         None: no MS-EDEN.
@@ -45,7 +52,10 @@ class Format:
     largest: float
     scales: torch.dtype
     fused: tuple[type[Fused], ...]
-    tensor_scale: bool = False
+    bits: int = 4
+    scale_bits: int = 8
+    scope: str = ""
+    exact: bool = True
     stochastic: bool = True
     options: tuple[str, ...] = ()
     encode_ms_eden: Callable[..., QuantizedTensor] | None = None
@@ -55,9 +65,21 @@ class Format:
         return next((kernels for kernels in self.fused if kernels.makes(side, along)), None)
 
     @property
-    def tile(self) -> int:
-        """Columns of a block."""
-        return self.blocks[0][1]
+    def tensor_scale(self) -> bool:
+        """Whether the tensor has one FP32 scale."""
+        return self.scope == "tensor"
+
+    def amax(self, rows: Tensor) -> Tensor | None:
+        """The largest magnitudes of FP32 [rows, cols] that `encode` takes; None: it takes none."""
+        return amax_of_scope(rows, self.scope)
+
+    def amax_groups(self, place: Place) -> tuple[ProcessGroup, ...]:
+        """The groups of ranks over which `amax` of rows at `place` is reduced."""
+        return {"tensor": place.amax_groups, "row": Place(columns=place.columns).amax_groups}.get(self.scope, ())
+
+    def multiple(self, block: tuple[int, int]) -> int:
+        """What the columns of an operand in blocks of `block` are a multiple of."""
+        return 128 if self.scope == "128" else block[1]
 
 
 E4M3, UE8M0, FP32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
@@ -68,22 +90,45 @@ FORMATS = {
         E2M1_MAX,
         E4M3,
         (FusedFP4, FusedMSEden, FusedFourOverSix),
-        tensor_scale=True,
+        scope="tensor",
         options=("four_over_six",),
         encode_ms_eden=encode_ms_eden,
     ),
     "mxfp4": Format(encode_mxfp4, MX_BLOCKS, E2M1_MAX, UE8M0, (FusedFP4,)),
-    "mxfp8": Format(encode_mxfp8, MX_BLOCKS, E4M3_MAX, UE8M0, (FusedMXFP8,), stochastic=False),
+    "mxfp8": Format(encode_mxfp8, MX_BLOCKS, E4M3_MAX, UE8M0, (FusedMXFP8,), bits=8, stochastic=False),
     "fp8": Format(
-        encode_fp8, FP8_BLOCKS, E4M3_MAX, FP32, (FusedFP8,), stochastic=False, options=("power_of_two_scales",)
+        encode_fp8,
+        FP8_BLOCKS,
+        E4M3_MAX,
+        FP32,
+        (FusedFP8,),
+        bits=8,
+        scale_bits=32,
+        exact=False,
+        stochastic=False,
+        options=("power_of_two_scales",),
     ),
+}
+NAMES = f"{', '.join(FORMATS)} or a member of the family in quantization/family.py, such as e2m1_e5m2 or e4m3_tensor"
+FORMATS |= {
+    member.name: Format(
+        member.encode,
+        member.blocks,
+        member.largest,
+        FP32,
+        (),
+        bits=1 + sum(GRIDS[member.element][:2]),
+        scope=member.scope,
+        exact=member.exact == torch.bfloat16,
+    )
+    for member in members()
 }
 
 
 def format_of(name: str) -> Format:
     """The row of `name`. Raises ValueError for an unknown format."""
     if name not in FORMATS:
-        raise ValueError(f"operand format {name!r} is not one of bf16, {', '.join(FORMATS)}")
+        raise ValueError(f"operand format {name!r} is not one of bf16, {NAMES}")
     return FORMATS[name]
 
 

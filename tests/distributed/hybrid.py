@@ -25,7 +25,7 @@ from models.execution import PLAIN, Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
-from tests.precision.reference import MXFP8, NVFP4, QUARTET2
+from tests.precision.reference import FAMILY, MXFP8, NVFP4, QUARTET2
 from tests.training.harness import toy_batches, train_step, whole
 
 # Tensor-parallel ranks can share every size: there are four KV heads and state groups. A group of in_proj has
@@ -42,6 +42,7 @@ RECIPES = {
     "nvfp4_shard": replace(NVFP4, amax="shard"),
     "mxfp8": MXFP8,
     "quartet2": QUARTET2,
+    "family": FAMILY,
 }
 
 

@@ -119,6 +119,7 @@ def one() -> dict[str, dict[str, Any]]:
         (2, "nvfp4", False, TOKENS),
         (8, "nvfp4", True, TOKENS),
         (4, "mxfp8", True, TOKENS),
+        (2, "family", True, 256),
         (2, "quartet2", True, 256),  # each rank has whole groups of 128 output features and of 128 tokens
         (2, "nvfp4", True, 40),  # each rank has 20 tokens, not a multiple of 16, so it gathers before it quantizes
     ],

@@ -39,6 +39,14 @@ ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
 W8, (X_46, W_46) = Operand("mxfp8", (32, 32)), (replace(operand, four_over_six="absolute") for operand in (X, W2))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
+# Scales of rows, of tensors and of 128 elements, and codes of 4, 6 and 8 bits.
+INT4 = Operand("e1m2_e5m3_tensor", (8, 8))
+FAMILY = Recipe(
+    "family",
+    Gemm(Operand("e2m1_e4m3_row", (1, 32)), INT4),
+    Gemm(Operand("e5m2_tensor", (16, 16), SR), INT4),
+    Gemm(Operand("e2m1_e1m6_128", (1, 16), SR), Operand("e3m2_e8m0", (1, 32)), 16),
+)
 # They cover every format, transform and source of operands, and operands in BF16.
 RECIPES = {
     "bf16": BF16,
@@ -90,6 +98,7 @@ RECIPES = {
         dgrad_weight=MXFP4_2D.fprop.right,
         dgrad_gradient=MX_DY,
     ),
+    "family": FAMILY,
     "mixed formats": Recipe("mixed", Gemm(X, F8_W), Gemm(MX_DY, W2), Gemm(F8, MX)),
 }
 
@@ -108,7 +117,7 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:
         return oracle.mxfp8(x, operand.block[0]).values
     if operand.format == "fp8":
         return oracle.fp8(x, operand.block[0], operand.power_of_two_scales).values
-    return x
+    return oracle.family(x.astype(np.float32), operand.format, operand.block)[2] if operand.quantized else x
 
 
 def _along_rows(tensor: np.ndarray, fprop: np.ndarray, scale: float, operand: Operand, rht: int) -> np.ndarray:

@@ -205,3 +205,62 @@ def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     tiles = np.asarray(x, dtype=np.float64).reshape(-1, size)
     return ((tiles * signs) @ hadamard / np.sqrt(size)).reshape(x.shape)
+
+
+# The family: (exponent bits, mantissa bits, number of non-negative values). 8-bit formats have no value for the last
+# code, e5m2 none for the last exponent; scales use the sign's bit for nothing.
+FLOATS = {
+    "e2m1": (2, 1, 8),
+    "e1m2": (1, 2, 8),
+    "e3m2": (3, 2, 32),
+    "e2m3": (2, 3, 32),
+    "e1m6": (1, 6, 127),
+    "e2m5": (2, 5, 127),
+    "e3m4": (3, 4, 127),
+    "e4m3": (4, 3, 127),
+    "e5m2": (5, 2, 124),
+    "e6m1": (6, 1, 127),
+    "e5m3": (5, 3, 255),
+}
+
+
+def values_of(name: str) -> np.ndarray:
+    """The non-negative values of a format of `FLOATS`, by code."""
+    exponent, mantissa, count = FLOATS[name]
+    code, bias = np.arange(count), 2 ** (exponent - 1) - 1
+    fraction, field = (code % 2**mantissa) / 2**mantissa, code >> mantissa
+    return np.where(field == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (field - bias))
+
+
+def _within(x: np.ndarray, scope: str) -> np.ndarray:
+    """The largest magnitude of each element's scope, of the shape of x."""
+    rows = {"tensor": x.reshape(1, -1), "row": x, "128": x.reshape(-1, 128)}[scope]
+    return np.broadcast_to(np.abs(rows).max(axis=1, keepdims=True), rows.shape).reshape(x.shape)
+
+
+def family(x: np.ndarray, name: str, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A format of quantization/family.py: (clamped x * encode, FP32; signed code values; decoded values, FP64)."""
+    parts = name.split("_")
+    element, scope = parts[0], next((part for part in parts if part in ("tensor", "row", "128")), "")
+    scale = parts[1] if parts[1] != scope else ""
+    table, largest = values_of(element), F32(values_of(element).max())
+    with np.errstate(all="ignore"):
+        if not scale:
+            encode = np.minimum(largest / _within(x, scope), FLT_MAX)
+            encode = np.where(_within(x, scope) == 0, F32(1), encode)
+            decode = (F32(1) / encode).astype(np.float64)
+        else:
+            amax = _spread(_block_amax(x, *block), block[1])
+            top = F32(2.0**127 if scale == "e8m0" else values_of(scale).max())
+            factor = np.minimum(largest * top / _within(x, scope), FLT_MAX) if scope else np.ones_like(x)
+            if scale == "e8m0":
+                scales = _power_of_two_up(amax.astype(np.float64) / float(largest))
+            else:
+                wanted = np.minimum(amax * (factor * (F32(1) / largest)) if scope else amax / largest, top)
+                scales = values_of(scale)[nearest(wanted, values_of(scale))]
+            encode = np.minimum(F32(1) / (scales.astype(F32) * (F32(1) / factor)), FLT_MAX)
+            decode = scales * (_within(x, scope).astype(np.float64) / float(largest * top) if scope else 1)
+        scaled = np.clip(x * encode, -largest, largest)
+    assert scaled.dtype == np.float32
+    codes = np.copysign(table[nearest(np.abs(scaled), table)], x)
+    return scaled, codes, codes * decode

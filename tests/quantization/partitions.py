@@ -34,14 +34,15 @@ CASES = cases()
 def unit_of(case: Case) -> int:
     """Rows of a complete block: a partition has to keep them together."""
     request, transposed = case
-    return max(request.operand.block[1], request.rht) if transposed else request.operand.block[0]
+    multiple = format_of(request.operand.format).multiple(request.operand.block)
+    return max(multiple, request.rht) if transposed else request.operand.block[0]
 
 
 def tensor(case: Case, device: str) -> Tensor:
     """Some rows and columns in BF16. The first half of the columns is equal in all rows and has the largest magnitude,
     also after a transform in either direction: so every part has the maximum of the whole."""
     request, transposed = case
-    width = max(request.operand.block[1], 0 if transposed else request.rht)
+    width = max(format_of(request.operand.format).multiple(request.operand.block), 0 if transposed else request.rht)
     x = torch.randn(3 * max(32, unit_of(case)), 2 * width, generator=torch.Generator().manual_seed(0))
     x[:, :width] = torch.arange(width) % 7 / 7
     x[:, 0] = 1024
