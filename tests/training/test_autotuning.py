@@ -4,13 +4,13 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_fp4.training.callbacks import kernels as autotuning
-from megatron_fp4.training.callbacks.kernels import choices_in, pin_kernels, record_here
+from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, pin_kernels, record_here
 from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
@@ -94,6 +94,55 @@ def test_choices_of_the_checkpoint_come_before_the_machines_unless_the_gpu_diffe
     resumed, lines, _ = start(tmp_path / "new", fastest=128, saved=other)
     assert set(sizes(resumed).values()) == {128} and resumed["environment"] == HERE
     assert "the checkpoint" in lines[0] and "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in lines[0]
+
+
+class FileCacheManager:
+    """The part of Triton 3.6's class that `KeptKernels` uses. machine: its folder."""
+
+    machine: Path
+
+    def __init__(self, key: str) -> None:
+        self.key, self.folder = key, self.machine / key
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, data: bytes, filename: str) -> str:
+        (self.folder / filename).write_bytes(data)
+        return str(self.folder / filename)
+
+    def put_group(self, filename: str, group: dict[str, str]) -> None:
+        self.put(json.dumps(group).encode(), f"__grp__{filename}")
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        path = self.folder / f"__grp__{filename}"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only code for the GPU; those that the first rank compiled or found, and none that are damaged."""
+    cache: Any = ModuleType("triton.runtime.cache")
+    cache.FileCacheManager, cache.knobs = FileCacheManager, SimpleNamespace(cache=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache)
+    files = {"k.json": b"{}", "k.cubin": b"code" * 99, "k.so": b"host", "k.ptx": b"text"}
+
+    def on(machine: str, key: str, writes: bool = False, compiles: bool = False) -> dict[str, bytes] | None:
+        monkeypatch.setattr(FileCacheManager, "machine", tmp_path / machine, raising=False)
+        kept = KeptKernels(tmp_path / "run")
+        kept.writes = writes
+        kept.install()
+        manager = cache.knobs.cache.manager_class(key)
+        if compiles:
+            manager.put_group("k.json", {name: manager.put(content, name) for name, content in files.items()})
+        group = manager.get_group("k.json")
+        return group and {name: Path(path).read_bytes() for name, path in group.items()}
+
+    assert on("first", "A", compiles=True) == files and not (tmp_path / "run").exists()
+    assert on("first", "A", writes=True) == on("first", "B", writes=True, compiles=True) == files
+    for key in "AB":
+        for _ in range(2):  # from the run, and then from the machine
+            assert on("second", key) == {name: files[name] for name in ("k.json", "k.cubin")}
+    kept = tmp_path / "run" / "A.zip"
+    kept.write_bytes(kept.read_bytes().replace(files["k.json"], b"[]"))
+    assert on("third", "A") is None and on("third", "C") is None and on("third", "B") is not None
 
 
 def _ranks(

@@ -1,4 +1,5 @@
-"""Use the same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run.
+"""Use the same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run; and keep
+compiled kernels beside the run.
 
 mamba-ssm's kernels are autotuned: the first call with a new key times every configuration (block sizes, warps) and
 keeps the fastest. Block sizes decide the order of sums, so the choice changes the last bits of results. Triton can
@@ -17,6 +18,11 @@ of the model, not of the batch, so validation needs no more. Choices come, in th
 
 The first two are used only with the same GPU and versions. A key that appears later is not timed, because each rank
 would time it for itself: on every rank and in every run it gets the smallest configuration.
+
+Triton compiles a kernel in about a second, and keeps it in a folder of this machine. The first rank also copies those
+that the run uses to `run.dir/kernels`, from where a start on another machine takes them. Triton's key says which
+source, options, GPU and version they are of. These files are code for the GPU alone: Inductor's functions and what
+launches a kernel on the host are compiled again.
 """
 
 from __future__ import annotations
@@ -24,12 +30,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import logging
 import math
 import os
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +54,7 @@ from megatron_fp4.training.trainer import Callback
 log = logging.getLogger(__name__)
 
 RECORD_FILE = "autotuning.json"
+FOLDER = "kernels"
 _COMPILERS = 16
 _PACKAGE = "mamba_ssm"
 _KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # imports all kernels of the scan
@@ -56,8 +65,8 @@ Choices = dict[tuple[str, Key], dict[str, Any]]
 
 
 class Kernels(Callback):
-    """Pins the configurations of autotuned kernels before the first kernel runs. folder: for choices of earlier runs on
-    this machine."""
+    """Pins the configurations of autotuned kernels before the first kernel runs, and keeps compiled ones. folder: for
+    choices of earlier runs on this machine."""
 
     name = "autotuning"
 
@@ -69,8 +78,19 @@ class Kernels(Callback):
     def start(self, done: int) -> None:
         trainer = self.trainer
         trainer.progress.at(0, "tune kernels")
-        if not (mixers := trainer.model.autotuned_mixers()):
-            return
+        kept = KeptKernels(Path(trainer.config.run.dir) / FOLDER)
+        if importlib.util.find_spec("triton") is not None:
+            kept.install()
+        if mixers := trainer.model.autotuned_mixers():
+            self._pin(mixers, done)
+        kept.writes = trainer.log.active  # from now on: tuning has compiled many kernels that are not used
+        for kernel in live_autotuners().values():  # forget what is compiled: what is used is looked up, and so kept
+            while not hasattr(kernel, "device_caches"):
+                kernel = kernel.fn
+            kernel.device_caches.clear()
+
+    def _pin(self, mixers: Iterable[Any], done: int) -> None:
+        trainer = self.trainer
         whole = trainer.config.train.sequence_length
         lengths = (span.sequence_length or whole for span in trainer.data.phases.spans)
         rehearse = rehearsal(mixers, trainer.config, lengths, trainer.mesh.device)
@@ -92,6 +112,64 @@ class Kernels(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._saved = state
+
+
+class KeptKernels:
+    """Copies of compiled Triton kernels in `folder`, a zip file each, whose checksums a reader compares. They are taken
+    from there if this machine's folder lacks them. writes: whether this process adds those that it uses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.writes = folder, False
+
+    def install(self) -> None:
+        """Make Triton use them."""
+        kept, cache = self, importlib.import_module("triton.runtime.cache")
+
+        class Manager(cache.FileCacheManager):  # type: ignore[misc, name-defined]
+            """Triton's folder on this machine, and beside it the run's."""
+
+            def get_group(self, filename: str) -> dict[str, str] | None:
+                group = super().get_group(filename)
+                if group:
+                    kept.add(self.key, group)
+                elif contents := kept.take(self.key):
+                    group = {name: self.put(content, name) for name, content in contents.items()}
+                    super().put_group(filename, group)
+                return group
+
+            def put_group(self, filename: str, group: dict[str, str]) -> Any:
+                kept.add(self.key, group)
+                return super().put_group(filename, group)
+
+        cache.knobs.cache.manager_class = Manager
+
+    def take(self, key: str) -> dict[str, bytes]:
+        """The files of a kernel by name; empty if there is none, or if it is damaged."""
+        try:
+            with zipfile.ZipFile(self.folder / f"{key}.zip") as archive:
+                return {name: archive.read(name) for name in archive.namelist() if _is_gpu_code(name)}
+        except Exception:  # a damaged file may raise anything
+            return {}
+
+    def add(self, key: str, group: Mapping[str, str]) -> None:
+        """Keep a kernel, if this process writes. group: its files by name. If that fails, the next start compiles."""
+        path = self.folder / f"{key}.zip"
+        if not self.writes or path.exists():
+            return
+        temporary = path.with_suffix(".tmp")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with zipfile.ZipFile(temporary, "w") as archive:
+                for name in filter(_is_gpu_code, group):
+                    archive.write(group[name], name)
+            os.replace(temporary, path)
+        except OSError as error:
+            self.writes = False
+            log.warning("compiled kernels are not kept in %s: %s", self.folder, error)
+
+
+def _is_gpu_code(name: str) -> bool:
+    return name == Path(name).name and name.endswith((".cubin", ".json"))
 
 
 def rehearsal(
