@@ -66,6 +66,7 @@ CASES: dict[str, tuple[int, str]] = {
     ),
     "fresh signs everywhere": (1, "precision.rht_signs=fresh precision.fprop.rht=16 precision.dgrad.rht=16"),
     "FP32": (1, "precision.compute_dtype=float32"),
+    "sums as Blackwell": (1, "precision.sums=blackwell"),
     "odd sizes": (1, "train.sequence_length=48 model.num_query_heads=4 precision=mxfp4"),
     "selective recomputation": (1, "train.activation_checkpointing=selective"),
     "block recomputation": (1, "train.activation_checkpointing=block"),

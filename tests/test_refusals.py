@@ -149,6 +149,11 @@ RECIPES = [
     (["precision=bf16", "precision.switch.when=gradient_noise", "precision.switch.target=nvfp4"], "never switches"),
     (["precision.wgrad.rht=0", "precision.rht_signs=fresh"], "precision.rht_signs=fresh"),
     (["precision.switch.when=0.5", "precision.switch.interval=5"], "precision.switch.interval=5"),
+    (["precision=bf16", "precision.sums=blackwell"], "precision.sums=blackwell has no effect: nothing is quantized"),
+    (["precision=mxfp8", "precision.sums=blackwell"], "precision.fprop multiplies mxfp8", "precision.sums=fp32"),
+    (["precision=nvfp4_best", "precision.sums=blackwell"], ".precision=mxfp8: precision.fprop multiplies mxfp8"),
+    (["precision.sums=blackwell", "precision.fprop.weight.format=bf16"], "precision.fprop multiplies nvfp4 and bf16"),
+    (["precision.sums=blackwell", "precision.wgrad.activation.source=codes", "precision.wgrad.rht=0"], "source=codes"),
     ("model.hidden_dim=200", "model.hidden_dim=200"),
     (["model.ffn_dim=1040", "precision=mxfp4"], "is not a multiple of 32"),
     (["model.hidden_dim=64", "precision=fp8_block"], "is not a multiple of 128"),
@@ -178,6 +183,7 @@ ON_GPUS = [
     ([TE, "precision.wgrad.gradient.block=16x16"], 1, "precision.wgrad.gradient.block=16x16"),
     ([TE, "model.hidden_dim=272"], 1, "multiple of 32"),
     ([TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"], 1, "exceptions[0].precision=mxfp4:"),
+    (["precision.sums=blackwell", TE], 1, "backend=transformer_engine adds in the order of its", "emulated"),
     (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16", "precision=nvfp4"),
 ]
 

@@ -167,6 +167,9 @@ class PrecisionConfig(RecipeConfig):
     """`bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only)."""
     backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
     """`auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`."""
+    sums: Literal["fp32", "blackwell"] = "fp32"
+    """the order in which emulated GEMMs add products: `fp32`, this machine's matrix multiplication; `blackwell`, that
+    of Blackwell's tensor cores, bit for bit (NVFP4 only; precision/sums.py)."""
     recheck_interval: AtLeastZero = 0
     """steps between rechecks (0: never). A recheck computes one quantized linear again with the reference, another
     linear each time. A difference ends the run."""

@@ -5,7 +5,8 @@ FP32 tensor scales. Every product E2M1 x E4M3 (or E2M1 x power of two) has at mo
 in BF16: an ordinary GEMM of these values with FP32 accumulation, followed by the same multiplication, gives the same
 result up to the order of accumulation. The tensor scale must *not* be multiplied into the values before they are cast
 to BF16; that would round nearly all of them. E4M3 codes with power-of-two scales are exact in BF16 too; with FP32
-scales they need FP32 operands, or a GEMM that applies the scales block by block.
+scales they need FP32 operands, or a GEMM that applies the scales block by block. `sums.py` has the order of sums of
+Blackwell's tensor cores, for NVFP4.
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
 and cuBLAS compute. PyTorch computes operands that have no kernel (four-over-six in square blocks, unusual transforms,
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fp4.precision import gemm_cuda
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.sums import blackwell_product
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import Format, format_of
@@ -248,10 +250,16 @@ def in_square_blocks(operand: Operand) -> bool:
 
 
 class EmulatedBackend(Backend):
-    """Exact arithmetic in PyTorch, or in the fused kernels if they make the same codes."""
+    """Exact arithmetic in PyTorch, or in the fused kernels if they make the same codes.
+
+    sums: as in `precision.sums`, of GEMMs whose operands are both quantized; `blackwell` only of NVFP4.
+    """
 
     name = "emulated"
     accumulates = transposes = True
+
+    def __init__(self, sums: str = "fp32") -> None:
+        self.sums = sums
 
     def packs(self, weight: Operand) -> bool:
         """Whether the weight has 4-bit square blocks."""
@@ -305,6 +313,9 @@ class EmulatedBackend(Backend):
         adds to `total` and leaves out the padding of `groups`."""
         if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
             return added(matmul_fp8(a.values, b.values, out_dtype), total, groups)
+        if self.sums == "blackwell" and a.quantized and b.quantized:
+            assert a.scale is not None and b.scale is not None, "only NVFP4's order of sums is published"
+            return blackwell_product(a.unpacked(), b.unpacked(), a.scale * b.scale, out_dtype, total, groups)
         left, right = a.unpacked(), b.unpacked().t()
         if not a.quantized and not b.quantized and out_dtype == left.dtype:
             return added(left @ right, total, groups)

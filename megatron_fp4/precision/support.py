@@ -35,7 +35,7 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
-from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.plan import Plan, recipe_of, recipes_in
 from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -50,6 +50,31 @@ def validate_precision(precision: PrecisionConfig, device_type: str, key: str = 
     `precision.switch.target=NAME: precision`."""
     for refusal in _refusals(precision, device_type, key):
         raise ConfigError(refusal)
+
+
+def refuse_sums(config: Config) -> None:
+    """Raise ConfigError if `precision.sums=blackwell` meets a GEMM whose order is not published, or a native
+    backend."""
+    sums, backend = config.precision.sums, config.precision.backend
+    if sums == "fp32":
+        return
+    if backend not in ("auto", "emulated"):
+        raise ConfigError(
+            f"precision.sums={sums} is for the emulation, and precision.backend={backend} adds in the order of its "
+            "chip; use precision.backend=emulated, or leave precision.sums out"
+        )
+    for key, precision in precisions_by_key(config).items():
+        for where, recipe in recipes_by_key(precision, key).items():
+            for name, gemm in recipe.gemms.items():
+                formats = [operand.format for operand in gemm.operands]
+                along_other = any(operand.source == "codes" and operand.block[0] == 1 for operand in gemm.operands)
+                if gemm.quantized and (formats != ["nvfp4", "nvfp4"] or along_other):
+                    why = f"multiplies {' and '.join(dict.fromkeys(formats))}"
+                    raise ConfigError(
+                        f"precision.sums={sums}, but {where}.{name} {'has source=codes' if along_other else why}: "
+                        "the order of sums is published for nvfp4 with scales along the dot product only; use "
+                        "precision.sums=fp32, or such a recipe"
+                    )
 
 
 def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = "precision") -> None:
@@ -194,7 +219,7 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
     if not any(other.quantized for other in recipes):
         why |= {f"bf16_blocks.{field.name}": nothing for field in fields(Bf16BlocksConfig)}
         if switch == "never":
-            why |= {"diagnostics.interval": nothing, "recheck_interval": nothing}
+            why |= {"diagnostics.interval": nothing, "recheck_interval": nothing, "sums": nothing}
     if switch not in ("never", "gradient_noise"):
         for name in ("threshold", "interval"):
             why[f"switch.{name}"] = f"only {key}.switch.when=gradient_noise uses it; leave it out, or set that"
@@ -245,7 +270,7 @@ def _size_problem(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignme
 # ------------------------------------------------------------------------------------------------- what a backend takes
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "emulated": lambda: EMULATED,
+    "emulated": EmulatedBackend,
     "transformer_engine": te.TransformerEngineBackend,
     "torch": TorchBackend,
 }
@@ -360,16 +385,17 @@ def installed_version() -> str | None:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A backend's name, and the reason for the choice."""
+    """A backend's name, the reason for the choice, and for the emulation its order of sums, `precision.sums`."""
 
     name: str
     reason: str
+    sums: str = "fp32"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
+        return f"{self.name} ({self.reason}{'' if self.sums == 'fp32' else f', sums as {self.sums}'})"
 
     def open(self) -> Backend:
-        return BACKENDS[self.name]()
+        return EmulatedBackend(self.sums) if self.name == "emulated" else BACKENDS[self.name]()
 
 
 def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None]) -> BackendChoice:
@@ -381,7 +407,9 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
     """
     wanted = config.precision.backend
     if wanted == "emulated":
-        return BackendChoice("emulated", "set by precision.backend")
+        return BackendChoice("emulated", "set by precision.backend", config.precision.sums)
+    if config.precision.sums != "fp32":
+        return BackendChoice("emulated", "precision.sums is the emulation's", config.precision.sums)
     recipes = [recipe for recipe in recipes_in(plans) if recipe.quantized]
     if wanted == "auto" and not recipes:
         return BackendChoice("emulated", "nothing is quantized")

@@ -33,6 +33,7 @@ from megatron_fp4.precision.support import (
     choose_backend,
     precisions_by_key,
     refuse_nothing_quantized,
+    refuse_sums,
     validate_precision,
 )
 from megatron_fp4.quantization.cuda import kernels_unavailable
@@ -60,6 +61,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
     for key, precision in precisions_by_key(config).items():
         models.check_exceptions(precision.exceptions, key)
         validate_precision(precision, device_type, key)
+    refuse_sums(config)
     with configuration_errors():
         plans = plans_by_key(config, models)
         for key, precision in precisions_by_key(config).items():

@@ -13,9 +13,11 @@ from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.sums import blackwell_product
 from tests.distributed.hybrid import operand, watched_gemms
 from tests.gpu import INTERPRETED
 from tests.precision import reference as ref
+from tests.precision.test_sums import random_values
 from tests.recipes import changed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -125,6 +127,22 @@ def test_scaled_matmul_adds_and_leaves_out_padding(dtype: torch.dtype, rows: Row
                 assert torch.equal(total, product + before)
             else:
                 assert relative(total, product.cpu() + before.cpu()) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k, left, right", [(2048, True, True), (336, False, True), (80, False, False)])
+@pytest.mark.parametrize("groups", [None, RowGroups(48, 36)])
+def test_sums_in_blackwells_order(k: int, left: bool, right: bool, groups: RowGroups | None, dtype) -> None:
+    m, n = (96, 80) if INTERPRETED else (480, 336)
+    a, b = (strided(random_values(rows, k, rows), across) for rows, across in ((m, left), (n, right)))
+    alpha = torch.tensor(1.2345678e-5)
+    expected = blackwell_product(a, b, alpha, dtype, None, groups)
+    before = torch.randn(expected.shape).to(dtype)
+    total = before.cuda()
+    found = blackwell_product(a.cuda(), b.cuda(), alpha.cuda(), dtype, None, groups)
+    blackwell_product(a.cuda(), b.cuda(), alpha.cuda(), dtype, total, groups)
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(total.cpu(), blackwell_product(a, b, alpha, dtype, before, groups))
 
 
 def test_tensors_saved_for_backward_have_4_bits() -> None:

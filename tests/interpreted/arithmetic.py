@@ -36,6 +36,13 @@ def fma_rm(a: Array, b: Array, c: Array) -> Array:
     return np.where((exact == 0) & opposite, F32(-0.0), down)
 
 
+def add_rz(a: Array, b: Array) -> Array:
+    """`add.rz.f32`: toward zero."""
+    exact = fma(a, np.ones_like(a), b)
+    nearest = exact.astype(F32)
+    return np.where(abs(nearest) > abs(exact), np.nextafter(nearest, F32(0)), nearest)
+
+
 def bf16_bits(x: Array) -> Array:
     """uint16 bits of FP32 or FP64 numbers rounded to BF16, to nearest, ties to even; NaN is 0x7FFF."""
     if x.dtype == F64:  # to FP32 by rounding to odd
@@ -99,6 +106,7 @@ PTX: dict[str, Callable[..., Array]] = {
     "rcp.approx.ftz.f32 $0, $1;": approximate_reciprocal,
     "abs.f32 $0, $1;": abs,
     "fma.rm.f32 $0, $1, $2, $3;": fma_rm,
+    "add.rz.f32 $0, $1, $2;": add_rz,
     "mad.lo.s32 $0, $1, 16, $2;": lambda a, b: a * I32(16) + b,
     "prmt.b32 $0, $1, $2, 0x7632;": prmt(0x7632),
     "prmt.b32 $0, $1, $2, 0xFBD9;": prmt(0xFBD9),

@@ -8,7 +8,6 @@ import torch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import support
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.support import BackendChoice, choose_backend
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from tests.composing import changed, composed, plans_of
@@ -91,7 +90,8 @@ def test_emulated_without_a_gpu_the_package_or_a_quantized_recipe(machine):
     machine((10, 0), missing="transformer_engine is not installed")
     assert chosen(configured(backend="emulated")) == BackendChoice("emulated", "set by precision.backend")
     assert chosen(configured("bf16")).reason == "nothing is quantized"
-    assert chosen(configured(backend="emulated")).open() is EMULATED
+    assert chosen(configured(backend="emulated")).open().sums == "fp32"
+    assert chosen(configured(sums="blackwell")).open().sums == "blackwell"
     assert isinstance(chosen(configured(backend="torch")).open(), TorchBackend)
     assert "not installed" in chosen(configured()).reason
     assert "not installed" in refused(configured(backend=TE))

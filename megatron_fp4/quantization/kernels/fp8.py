@@ -91,22 +91,12 @@ def matmul_fp8_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """a [m, k] times the transpose of b [n, k], codes with FP32 block scales."""
-    # Consecutive programs work on 8 blocks of rows and the same columns, so that they share what they read.
-    blocks_m, blocks_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    band = tl.program_id(0) // (8 * blocks_n)
-    height = tl.minimum(blocks_m - band * 8, 8)
-    place_in_band = tl.program_id(0) % (8 * blocks_n)
-    rows = (band * 8 + place_in_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (place_in_band // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the edge, programs read the first rows again and do not store the result. (Where rows are contiguous, the
-    # modulus does not split the 8 elements of a load, because features are multiples of 16.)
-    wrapped_rows = tl.max_contiguous(tl.multiple_of(rows % m, 8), 8)
-    wrapped_columns = tl.max_contiguous(tl.multiple_of(columns % n, 8), 8)
+    rows, columns, a_rows, b_rows = tile_of_program(m, n, BLOCK_M, BLOCK_N)
     inner = tl.arange(0, 64)
-    a_ptrs = a_ptr + wrapped_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
-    b_ptrs = b_ptr + wrapped_columns.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
-    scales_a_ptr += (wrapped_rows // A_ROWS) * stride_scales_am
-    scales_b_ptr += (wrapped_columns // B_ROWS) * stride_scales_bn
+    a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
+    b_ptrs = b_ptr + b_rows.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
+    scales_a_ptr += (a_rows // A_ROWS) * stride_scales_am
+    scales_b_ptr += (b_rows // B_ROWS) * stride_scales_bn
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(0, k // 64):
@@ -121,6 +111,25 @@ def matmul_fp8_kernel(
     mask = (rows < m)[:, None] & (columns < n)[None, :]
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def tile_of_program(m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of a program's tile of a product [m, n], and the rows of both factors that it reads.
+
+    Consecutive programs work on 8 blocks of rows and the same columns, so that they share what they read. Beyond the
+    edge, programs read the first rows again and must not store the result. (Where rows are contiguous, the modulus does
+    not split the 8 elements of a load, because features are multiples of 16.)
+    """
+    blocks_m, blocks_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    band = tl.program_id(0) // (8 * blocks_n)
+    height = tl.minimum(blocks_m - band * 8, 8)
+    place_in_band = tl.program_id(0) % (8 * blocks_n)
+    rows = (band * 8 + place_in_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (place_in_band // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_rows = tl.max_contiguous(tl.multiple_of(rows % m, 8), 8)
+    b_rows = tl.max_contiguous(tl.multiple_of(columns % n, 8), 8)
+    return rows, columns, a_rows, b_rows
 
 
 @triton.jit
