@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from data.tokenizer import TextTokenizer
 from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.plan import Plan, split_contexts
 from megatron_fp4.precision.recipe import FPROP_WEIGHT, Gemm, Operand
 from models.hybrid import HybridModel
 
@@ -249,16 +249,16 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
             problem = f"a tensor scale for each of {shards} shards (precision.amax=shard), not for one process"
         if problem:
             raise ValueError(f"{name} was trained with {problem}: use the master weights")
-    for name, linear in model.linears():
-        if name in recipes:
-            recipe = recipes[name]
-            gemm = Gemm(Operand(), recipe[FPROP_WEIGHT], recipe.fprop.rht)
-            # The same for dgrad, though it never runs: a weight quantized for both is cached between calls.
-            linear.context.recipe = replace(recipe, fprop=gemm, dgrad=gemm, wgrad=Gemm())
-            linear.context.weight_cache = None
-            with torch.no_grad():
-                local = linear.weight.to_local()  # type: ignore[operator]
-                local.copy_(local.to(trained_in))
+    modules = dict(model.linears())
+    contexts = split_contexts({name: module.context for name, module in modules.items()}, plan)
+    for name, recipe in recipes.items():
+        gemm = Gemm(Operand(), recipe[FPROP_WEIGHT], recipe.fprop.rht)
+        # The same for dgrad, though it never runs: a weight quantized for both is cached between calls.
+        contexts[name].recipe = replace(recipe, fprop=gemm, dgrad=gemm, wgrad=Gemm())
+        contexts[name].weight_cache = None
+        with torch.no_grad():
+            local = contexts[name].sharding.rows_of(modules[name.partition("[")[0]].weight.to_local())
+            local.copy_(local.to(trained_in))
     return len(recipes)
 
 

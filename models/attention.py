@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
-from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, section_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
@@ -202,19 +202,20 @@ class KeysAndValues:
 
 def qkv_order(config: ModelConfig) -> Tensor:
     """`group_major_order` of `qkv_proj`: published checkpoints have `[q | k | v]`; groups are KV heads."""
-    return group_major_order(_qkv_rows(config), config.num_kv_heads)
+    return group_major_order([*_qkv_rows(config).values()], config.num_kv_heads)
 
 
-def _qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
+def _qkv_rows(config: ModelConfig) -> dict[str, int]:
     kv_rows = config.num_kv_heads * config.head_dim
-    return config.num_query_heads * config.head_dim, kv_rows, kv_rows
+    return {"q": config.num_query_heads * config.head_dim, "k": kv_rows, "v": kv_rows}
 
 
 def _hugging_face(config: ModelConfig) -> Sections:
-    hidden, sizes, names = config.hidden_dim, _qkv_rows(config), [f"{part}_proj.weight" for part in "qkv"]
+    hidden, sizes = config.hidden_dim, _qkv_rows(config)
+    names = [f"{part}_proj.weight" for part in sizes]
     return {
-        "qkv_proj.weight": split_rows(names, sizes, qkv_order(config), hidden),
-        "out_proj.weight": [Section("o_proj.weight", (hidden, sizes[0]))],
+        "qkv_proj.weight": split_rows(names, [*sizes.values()], qkv_order(config), hidden),
+        "out_proj.weight": [Section("o_proj.weight", (hidden, sizes["q"]))],
     }
 
 
@@ -222,8 +223,8 @@ def _megatron(config: ModelConfig) -> Sections:
     """Rows of linear_qkv are, for each KV head, its query heads, its key, its value, which is our order."""
     hidden, sizes = config.hidden_dim, _qkv_rows(config)
     return {
-        "qkv_proj.weight": [Section("linear_qkv.weight", (sum(sizes), hidden))],
-        "out_proj.weight": [Section("linear_proj.weight", (hidden, sizes[0]))],
+        "qkv_proj.weight": [Section("linear_qkv.weight", (sum(sizes.values()), hidden))],
+        "out_proj.weight": [Section("linear_proj.weight", (hidden, sizes["q"]))],
     }
 
 
@@ -254,31 +255,30 @@ class Attention(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
-        self.num_local_groups = config.num_kv_heads // mesh.tensor.size
+        self.head_dim, self.num_local_groups = config.head_dim, config.num_kv_heads // mesh.tensor.size
         self.rope_base = config.rope_base if config.rope else None
         self._split = execution.recomputed(execution.pure(split_heads))
         self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)
         qkv, out = self.linears(config)
-        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=qkv.groups)
+        self.qkv_proj = PackedLinear(qkv.in_features, qkv.sections, mesh, qkv.groups)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        qkv_td = self.qkv_proj(x_td)
-        tables: tuple[Tensor, ...] = ()
+        parts_td = self.qkv_proj(x_td)
+        tables: tuple[Tensor | None, Tensor | None] = None, None
         if self.rope_base is not None and documents is not None:
             tables = documents.rope_tables(self.head_dim, self.rope_base)
         elif self.rope_base is not None:
-            tables = rope_tables(sequence_length, self.head_dim, self.rope_base, qkv_td.device)
-        q, k, v = self._split(qkv_td, sequence_length, self.heads_per_group, self.head_dim, *tables)
+            tables = rope_tables(sequence_length, self.head_dim, self.rope_base, x_td.device)
+        q, k, v = self._split(self.qkv_proj.layout, sequence_length, self.head_dim, *tables, *parts_td)
         return self.out_proj(self._attend(q, k, v, documents).flatten(2).flatten(0, 1))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> KeysAndValues:
         return KeysAndValues((batch, max_length + 1, self.num_local_groups, self.head_dim), device, dtype)
 
     def decode(self, x_td: Tensor, cache: KeysAndValues, new: NewTokens) -> Tensor:
-        tables = () if self.rope_base is None else new.rope_tables(self.head_dim, self.rope_base)
-        q, k, v = split_heads(self.qkv_proj(x_td), new.length, self.heads_per_group, self.head_dim, *tables)
+        tables = (None, None) if self.rope_base is None else new.rope_tables(self.head_dim, self.rope_base)
+        q, k, v = split_heads(self.qkv_proj.layout, new.length, self.head_dim, *tables, *self.qkv_proj(x_td))
         y = attend_to_cache(q, *cache.add(k, v, new), new.positions)
         return self.out_proj(y.flatten(2).flatten(0, 1))
 
@@ -297,11 +297,10 @@ class Attention(Mixer):
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
-        q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        key, title = "model.num_query_heads x model.head_dim", "the attention's output projection"
+        rows, key = _qkv_rows(config), "model.num_query_heads x model.head_dim"
         return (
-            input_projection("qkv_proj", config, q_dim + 2 * kv_dim, config.num_kv_heads),
-            output_projection("out_proj", config, q_dim, key, title),
+            input_projection("qkv_proj", config, rows, config.num_kv_heads),
+            output_projection("out_proj", config, rows["q"], key, "the attention's output projection"),
         )
 
     @classmethod
@@ -323,12 +322,14 @@ class Attention(Mixer):
 
 
 def split_heads(
-    qkv_td: Tensor, sequence_length: int, heads_per_group: int, head_dim: int, *cos_and_sin: Tensor
+    layout: Layout, sequence_length: int, head_dim: int, cos: Tensor | None, sin: Tensor | None, *parts_td: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [b, s, h, d], k and v [b, s, g, d], contiguous, from packed projections; rotated if RoPE's tables are given."""
-    qkv = qkv_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (-1, (heads_per_group + 2) * head_dim))
-    q, k, v = qkv.split([heads_per_group * head_dim, head_dim, head_dim], -1)
-    q = q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3)
-    if cos_and_sin:
-        q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
+    """q [b, s, h, d], k and v [b, s, g, d], contiguous, from the result of `qkv_proj`; rotated if RoPE's tables are
+    given."""
+    groups = parts_td[0].shape[-1] // sum(rows for _, rows in layout[0])
+    parts = [part.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1)) for part in parts_td]
+    q, k, v = (section_of(parts, layout, name) for name in "qkv")
+    q = q.unflatten(-1, (-1, head_dim)).flatten(2, 3)
+    if cos is not None and sin is not None:
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     return q, k.contiguous(), v.contiguous()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.layers import ColumnParallelLinear, OutputHead, RowParallelLinear, VocabParallelEmbedding
+from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import Place, Span, random_uniform, rounding_key
@@ -50,7 +50,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
             rule: Rule
             if isinstance(module, RowParallelLinear):
                 rule = partial(Draws.normal, std=config.init_std * config.num_blocks**-0.5)
-            elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | OutputHead):
+            elif isinstance(module, QuantizedLinear | VocabParallelEmbedding | OutputHead):
                 rule = partial(Draws.normal, std=config.init_std)
             else:
                 rule = module.initial_values()[name]  # type: ignore[operator]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, section_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
@@ -209,28 +209,22 @@ def _conv_channels(config: ModelConfig) -> int:
 
 
 def split_sections(
-    projected_td: Tensor,
-    conv_weight_ck: Tensor,
-    conv_bias_c: Tensor,
-    sequence_length: int,
-    groups: int,
-    widths: tuple[int, int, int],
+    layout: Layout, sequence_length: int, groups: int, conv_weight_ck: Tensor, conv_bias_c: Tensor, *parts_td: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From groups `[z | x | B | C | dt]` to sections: z [b, s, g, c]; [x | B | C] [b, s, channels], the convolution's
     input; dt [b, s, h]; and the convolution's weight [channels, width] and bias [channels] in the order of its input.
 
-    In this order the scan needs no copies of its inputs. widths: of x, B and dt in a group; after these sections a
-    group may have padding. One group already has this order, so all results are views.
+    In this order the scan needs no copies of its inputs. layout, parts_td: `in_proj`'s. One group already has this
+    order, so all results are views, unless x, B and C are in several parts.
     """
-    inner, state, heads = widths
-    projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
-    padding = projected.shape[-1] - 2 * inner - 2 * state - heads
-    z, xbc, dt, _ = projected.split([inner, inner + 2 * state, heads, padding], -1)
+    parts = [part.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1)) for part in parts_td]
+    z, dt = section_of(parts, layout, "z"), section_of(parts, layout, "dt")
     if groups == 1:
-        return z, xbc.flatten(2), dt.flatten(2), conv_weight_ck, conv_bias_c
-    x_b_c = xbc.split([inner, state, state], -1)
-    rows = conv_weight_ck.unflatten(0, (groups, -1)).split([inner, state, state], 1)
-    biases = conv_bias_c.unflatten(0, (groups, -1)).split([inner, state, state], 1)
+        return z, section_of(parts, layout, *"xBC").flatten(2), dt.flatten(2), conv_weight_ck, conv_bias_c
+    x_b_c = [section_of(parts, layout, name) for name in "xBC"]
+    widths = [section.shape[-1] for section in x_b_c]
+    rows = conv_weight_ck.unflatten(0, (groups, -1)).split(widths, 1)
+    biases = conv_bias_c.unflatten(0, (groups, -1)).split(widths, 1)
     return (
         z.contiguous(),
         torch.cat([section.flatten(2) for section in x_b_c], -1),
@@ -341,13 +335,11 @@ class Mamba2(Mixer):
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tensor.size
-        # Of x, B and dt in a group.
-        self._widths = self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
+        # Of x and B in a group.
+        self._widths = self.heads_per_group * self.head_dim, self.state_dim
         into, out = self.linears(config)
         # `split_sections` reads the result group by group, so it can skip each group's padding.
-        self.in_proj = ColumnParallelLinear(
-            into.in_features, into.out_features, mesh, num_groups=into.groups, keep_padding=True
-        )
+        self.in_proj = PackedLinear(into.in_features, into.sections, mesh, into.groups, keep_padding=True)
         self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh)
         self.ssm = SSMParameters(heads, mesh)
         self.norm = RMSNorm(config.mamba_inner_dim, config.norm_eps, mesh, execution, gated_rms_norm, shard_dim=0)
@@ -357,32 +349,34 @@ class Mamba2(Mixer):
         self._split_sections = execution.pure(split_sections) if self.num_local_groups > 1 else split_sections
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        projected_td = self.in_proj(x_td)
+        parts_td = self.in_proj(x_td)
         parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *self.ssm.local_parameters())
         between = self.execution.recomputed(self._between_projections)
         numbers = None if documents is None else documents.numbers
-        return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
+        return self.out_proj(between(sequence_length, numbers, *parameters, *parts_td))
 
     def _between_projections(
         self,
-        projected_td: Tensor,
         sequence_length: int,
         documents_bs: Tensor | None,
         conv_weight_ck: Tensor,
         conv_bias_c: Tensor,
         norm_weight_d: Tensor,
-        *ssm_tensors: Tensor,
+        a_log_h: Tensor,
+        d_h: Tensor,
+        dt_bias_h: Tensor,
+        *parts_td: Tensor,
     ) -> Tensor:
         """[tokens, in_proj's features] -> [tokens, out_proj's features]. It depends only on its arguments."""
         z, xbc, dt, weight, bias = self._split_sections(
-            projected_td, conv_weight_ck, conv_bias_c, sequence_length, self.num_local_groups, self._widths
+            self.in_proj.layout, sequence_length, self.num_local_groups, conv_weight_ck, conv_bias_c, *parts_td
         )
-        inputs = self._scan_inputs(self._conv(xbc, weight, bias, documents_bs), dt, *ssm_tensors)
+        inputs = self._scan_inputs(self._conv(xbc, weight, bias, documents_bs), dt, a_log_h, d_h, dt_bias_h)
         return self.norm.function(self._scan(inputs, self.chunk_size, documents_bs), z, norm_weight_d)
 
     def _scan_inputs(self, xbc_bsc: Tensor, dt_bsh: Tensor, a_log_h: Tensor, d_h: Tensor, bias_h: Tensor) -> ScanInputs:
         """The scan's inputs, from the result of the convolution and the local parameters."""
-        groups, (inner, state, _) = self.num_local_groups, self._widths
+        groups, (inner, state) = self.num_local_groups, self._widths
         x, b, c = xbc_bsc.split([groups * inner, groups * state, groups * state], -1)
         x_bshp = x.unflatten(-1, (-1, self.head_dim))
         b_bsgn, c_bsgn = (t.unflatten(-1, (groups, -1)) for t in (b, c))
@@ -390,7 +384,7 @@ class Mamba2(Mixer):
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
         """A cache with `before`, the last width - 1 inputs of the convolution, and `state`, the scan's state (FP32)."""
-        groups, (inner, state, heads) = self.num_local_groups, self._widths
+        groups, (inner, state), heads = self.num_local_groups, self._widths, self.heads_per_group
         shape = batch, self.conv.weight.shape[1] - 1, groups * (inner + 2 * state)
         return SimpleNamespace(
             before=torch.zeros(shape, device=device, dtype=dtype),
@@ -399,7 +393,11 @@ class Mamba2(Mixer):
 
     def decode(self, x_td: Tensor, cache: SimpleNamespace, new: NewTokens) -> Tensor:
         z, xbc, dt, weight_ck, bias_c = self._split_sections(
-            self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
+            self.in_proj.layout,
+            new.length,
+            self.num_local_groups,
+            *self.conv.local_parameters(),
+            *self.in_proj(x_td),
         )
         xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
         inputs = self._scan_inputs(xbc, dt, *self.ssm.local_parameters())
@@ -452,7 +450,7 @@ class Mamba2(Mixer):
         inner, groups = config.mamba_inner_dim, config.mamba_num_groups
         key, title = "model.mamba_num_heads x model.mamba_head_dim", "the Mamba output projection"
         return (
-            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads, groups),
+            input_projection("in_proj", config, _rows(config), groups),
             output_projection("out_proj", config, inner, key, title),
         )
 

@@ -7,7 +7,7 @@ names it. Class methods need only the configuration, so they can be called befor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -172,13 +172,20 @@ def check_multiple(config: ModelConfig, name: str, of: str) -> None:
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; use one of {divisors}")
 
 
-def input_projection(name: str, config: ModelConfig, out_features: int, groups: int = 1) -> LinearShape:
+def input_projection(
+    name: str, config: ModelConfig, out_features: int | Mapping[str, int], groups: int = 1
+) -> LinearShape:
     """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks.
 
-    groups: number of equal groups of outputs that are never split.
+    out_features: of a packed projection, those of each section (`PackedLinear`). groups: number of equal groups of
+    outputs that are never split; each has its share of every section.
     """
+    sections = () if isinstance(out_features, int) else tuple((s, n // groups) for s, n in out_features.items())
+    outputs = out_features if isinstance(out_features, int) else sum(out_features.values())
     title, key = "the projections into every block", "model.hidden_dim"
-    return LinearShape(name, 0, config.hidden_dim, out_features, input_key=key, title=title, groups=groups)
+    return LinearShape(
+        name, 0, config.hidden_dim, outputs, input_key=key, title=title, groups=groups, sections=sections
+    )
 
 
 def output_projection(name: str, config: ModelConfig, in_features: int, input_key: str, title: str) -> LinearShape:

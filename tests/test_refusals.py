@@ -141,6 +141,8 @@ RECIPES = [
     ("precision.bf16_blocks.first=4", "leaves none of the 12 linears quantized (blocks.0.mixer.in_proj: block 0 is"),
     ("precision.bf16_blocks.names=['*.outproj']", "precision.bf16_blocks.names has '*.outproj', which matches no"),
     ("precision.exceptions=[{blocks: X}]", "exceptions[0].blocks=X has 'X'"),
+    ("precision.exceptions=[{names: ['*.in_proj'], sections: [q]}]", "['*.in_proj']; these have z, x, B, C, dt"),
+    ("precision.exceptions=[{names: ['*.up_proj'], sections: [z]}]", "these have none; remove sections"),
     ("precision.switch.target=nvfp4", "precision.switch.when=never", "precision.switch.when=never"),
     (["precision=bf16", "precision.recheck_interval=10"], "interval=10 has no effect", "precision=nvfp4"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect"),

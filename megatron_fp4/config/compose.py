@@ -355,7 +355,7 @@ def _with_recipes(
         if its_precision.exceptions:
             raise ConfigError(f"{key}={name} has exceptions itself; choose a precision config without exceptions")
         recipe = RecipeConfig(**{field.name: getattr(its_precision, field.name) for field in fields(RecipeConfig)})
-        exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
+        exceptions.append(ComposedException(exception.names, exception.blocks, exception.sections, name, recipe))
         texts |= its_texts
     return replace(precision, exceptions=exceptions), texts
 

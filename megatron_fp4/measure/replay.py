@@ -160,8 +160,9 @@ class Trace:
             for name, module in model.named_modules():
                 if isinstance(module, QuantizedLinear):
                     stack.callback(module.register_forward_pre_hook(partial(self._see_inputs, name)).remove)
-                    probe, module.context.probe = module.context.probe, _LinearTrace(self, name)
-                    stack.callback(setattr, module.context, "probe", probe)
+                    for context in module.context.parts or (module.context,):
+                        stack.callback(setattr, context, "probe", context.probe)
+                        context.probe = _LinearTrace(self, context.name)
                 gathers = isinstance(module, FSDPModule) or module is model
                 if gathers:  # hooks on parameters must be set here, where FSDP has gathered them
                     see = partial(self._see_gradients, f"{name}." if name else "", set(), stack)

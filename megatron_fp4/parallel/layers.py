@@ -1,6 +1,7 @@
 """Tensor-parallel layers on token-major activations [tokens, dim].
 
     ColumnParallelLinear   W [out, in], rows sharded      all tokens -> this rank's output features
+    PackedLinear           the same for several outputs in one weight, whose sections may have several recipes
     RowParallelLinear      W [out, in], columns sharded   this rank's input features -> sums over ranks
     GroupedLinear          W [experts, out, in]           each expert's tokens -> its output features
     VocabParallelEmbedding E [vocab, dim], rows sharded
@@ -23,7 +24,7 @@ still one quantized tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import grouped_linear, quantized_linear
+from megatron_fp4.precision.linear import grouped_linear, quantized_linear, split_linear
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
-from megatron_fp4.precision.operands import LinearContext, Sharding
+from megatron_fp4.precision.operands import LinearContext, Sections, Sharding
 from megatron_fp4.quantization.rounding import Span
 from megatron_fp4.quantization.segments import Segments
 
@@ -54,10 +55,11 @@ class QuantizedLinear(nn.Module):
         self.weight = new_parameter((*experts, out_features, in_features), mesh, shard_dim)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, recipe={self.context.recipe.name}"
+        recipes = [context.recipe.name for context in self.context.parts or (self.context,)]
+        return f"in={self.in_features}, out={self.out_features}, recipe={', '.join(recipes)}"
 
 
-class ColumnParallelLinear(QuantizedLinear):
+class _ColumnParallel(QuantizedLinear):
     """y = x W^T with W's rows sharded.
 
     num_groups: number of equal groups of output rows (KV heads, state groups), which are never split; a multiple of the
@@ -83,10 +85,62 @@ class ColumnParallelLinear(QuantizedLinear):
             )
         )
 
+    def _enter(self, x_td: Tensor) -> Tensor:
+        return x_td if self.mesh.sequence_parallel else enter_tensor_parallel(x_td, self.mesh)
+
+
+class ColumnParallelLinear(_ColumnParallel):
+    """As its base, with a tensor for a result."""
+
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), in] -> [tokens, out / tp (with `keep_padding`: and padding)]."""
-        x_td = x_td if self.mesh.sequence_parallel else enter_tensor_parallel(x_td, self.mesh)
-        return quantized_linear(x_td, self.weight, self.context)
+        return quantized_linear(self._enter(x_td), self.weight, self.context)
+
+
+Layout = tuple[Sections, ...]
+"""The sections of each tensor of a packed result, in order."""
+
+
+class PackedLinear(_ColumnParallel):
+    """A column-parallel linear whose outputs are sections, such as q, k and v; in each group, one after the other.
+
+    sections: (name, rows in each group). The plan may give them several recipes; then each part is a linear of its own.
+    """
+
+    def __init__(
+        self, in_features: int, sections: Sections, mesh: ParallelMesh, num_groups: int, keep_padding: bool = False
+    ) -> None:
+        out_features = num_groups * sum(rows for _, rows in sections)
+        super().__init__(in_features, out_features, mesh, num_groups, keep_padding)
+        self.sections = sections
+
+    @property
+    def layout(self) -> Layout:
+        """What `forward` returns, for `section_of`."""
+        parts = [part.sharding.section for part in self.context.parts]
+        sizes = dict(self.sections)
+        return tuple(tuple((name, sizes[name]) for name in part.names) for part in parts if part) or (self.sections,)
+
+    def forward(self, x_td: Tensor) -> tuple[Tensor, ...]:
+        """As `ColumnParallelLinear`, but a tensor for each part of the plan, with its own padding; one if there are no
+        parts."""
+        x_td = self._enter(x_td)
+        if self.context.parts:
+            return split_linear(x_td, self.weight, self.context)
+        return (quantized_linear(x_td, self.weight, self.context),)
+
+
+def section_of(parts: Sequence[Tensor], layout: Layout, *names: str) -> Tensor:
+    """[..., groups, rows of the sections `names` in a group] from the parts [..., groups, rows of a group and padding];
+    a view if one part has them side by side."""
+    for part, sections in zip(parts, layout, strict=True):
+        known = [name for name, _ in sections]
+        at = known.index(names[0]) if names[0] in known else 0
+        if tuple(known[at : at + len(names)]) == names:
+            first = sum(rows for _, rows in sections[:at])
+            return part.narrow(-1, first, sum(rows for _, rows in sections[at : at + len(names)]))
+    assert len(names) > 1, f"no part has the section {names}"
+    return torch.cat([section_of(parts, layout, name) for name in names], -1)
 
 
 class RowParallelLinear(QuantizedLinear):

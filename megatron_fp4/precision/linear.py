@@ -7,6 +7,8 @@
 `reference.py` specifies what it computes. `operands.py` says what is quantized, and how; this file has the flow: the
 GEMMs, the messages between ranks, and what autograd keeps.
 
+The parts of a packed projection that the plan splits are linears of their own, with one weight (`split_linear`).
+
 The function takes the weight as a DTensor and returns its gradient as an FP32 DTensor (fp32_gradients.py). If the
 backend's GEMM can add to a gradient, the function itself adds that of the second and later micro-batches to the
 weight's `.grad` and returns None: `.backward()` gives the same result, `torch.autograd.grad` would not.
@@ -35,13 +37,14 @@ The linears of several experts (`grouped_linear`) are one call: weight [experts,
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import BackendOperand, MakeOperand, RowGroups
-from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, local_part
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
@@ -78,6 +81,14 @@ def grouped_linear(x: Tensor, weight: Tensor, context: LinearContext, segments: 
     accept_fp32_gradient(weight)
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     return _QuantizedLinear.apply(x, weight, context, needs_wgrad, segments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split_linear(x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor, ...]:
+    """The results of the context's parts, as of separate linears that each have their rows of `weight`; dx is the sum
+    of theirs. Arguments as for `quantized_linear`."""
+    accept_fp32_gradient(weight)
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    return _SplitLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[return-value, no-untyped-call]
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -127,6 +138,52 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx if scattered is None else scattered.wait(), dw, None, None, None
 
 
+class _PartContext:
+    """What autograd's ctx is for `_QuantizedLinear`, for one part of a split linear."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> tuple[Tensor, ...]:
+        parts, ctx.weight = [_PartContext() for _ in context.parts], weight
+        ys = [
+            _QuantizedLinear.forward(part, x, weight, of_part, needs_wgrad)
+            for part, of_part in zip(parts, context.parts, strict=True)
+        ]
+        ctx.save_for_backward(*(tensor for part in parts for tensor in part.saved_tensors))
+        ctx.parts = [(part, len(part.saved_tensors)) for part in parts]
+        for part in parts:
+            del part.saved_tensors  # autograd keeps them now
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        saved, dx, dw, adds = iter(ctx.saved_tensors), None, None, False
+        if ctx.needs_input_grad[1]:
+            dw = _earlier_gradient(ctx.weight)
+            adds = dw is not None
+            dw = torch.empty_like(local_part(ctx.weight), dtype=torch.float32) if dw is None else dw
+        for (part, count), dy in zip(ctx.parts, grad_outputs, strict=True):
+            part.saved_tensors, part.needs_input_grad = tuple(itertools.islice(saved, count)), ctx.needs_input_grad
+            part_dx, part_dw, *_ = _QuantizedLinear.backward(part, dy)
+            del part.saved_tensors
+            if part_dx is not None:
+                dx = part_dx if dx is None else dx.add_(part_dx)
+            if dw is not None and part_dw is not None:
+                sharding = part.call.context.sharding
+                strips = sharding.section.strips(dw, sharding.num_groups)
+                rows = part_dw.unflatten(0, (sharding.num_groups, -1)).split([strip.shape[1] for strip in strips], 1)
+                for strip, of_strip in zip(strips, rows, strict=True):
+                    strip.add_(of_strip) if adds else strip.copy_(of_strip)
+        return dx, None if adds or dw is None else gradient_of(dw, gradient_spec(ctx.weight)), None, None
+
+
 def _send(call: LinearCall, make: MakeOperand | None, slot: OperandSlot, async_op: bool = True) -> Any:
     """A function that returns the operand of all tokens; None if `make` is None.
 
@@ -157,14 +214,23 @@ def _product(
 
 
 def _weight_gradient(ctx: Any, dy: BackendOperand, x: BackendOperand) -> Tensor | None:
-    """dy^T x of wgrad's operands, the FP32 gradient [out, in] of `ctx.weight`; None if the GEMM added it to that of
-    earlier micro-batches, which it does if it can and no probe needs it."""
-    call, weight, total = ctx.call, ctx.weight, None
-    if ctx.observed is None and call.backend.accumulates and weight.is_leaf and weight.grad is not None:
-        earlier = local_part(weight.grad)
-        total = earlier if earlier.dtype == torch.float32 and earlier.is_contiguous() else None
+    """dy^T x of wgrad's operands, the FP32 gradient [out, in] of `ctx.weight`, of a part of a linear that of its rows;
+    None if the GEMM added it to that of earlier micro-batches, which it does if it can and no probe needs it."""
+    call, total, is_part = ctx.call, None, ctx.call.context.sharding.section is not None
+    if ctx.observed is None and call.backend.accumulates and not is_part:
+        total = _earlier_gradient(ctx.weight)
     product = _product(call, "wgrad", dy, x, torch.float32, total, call.padding.row_groups)
+    if is_part:
+        return product
     return gradient_of(product, call.gradient_spec) if total is None else None
+
+
+def _earlier_gradient(weight: Tensor) -> Tensor | None:
+    """The local gradient of earlier micro-batches, to which another can be added in place; None: there is none."""
+    if not weight.is_leaf or weight.grad is None:
+        return None
+    earlier = local_part(weight.grad)
+    return earlier if earlier.dtype == torch.float32 and earlier.is_contiguous() else None
 
 
 def _save(ctx: Any, call: LinearCall, weight: Tensor, w_dgrad: Any, kept: Any, x: Tensor | None) -> None:

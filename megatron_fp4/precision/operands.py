@@ -12,6 +12,7 @@ block boundaries depend on the model alone, not on how many ranks share the weig
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,31 @@ from megatron_fp4.quantization.segments import Segments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Sections = tuple[tuple[str, int], ...]
+"""Sections of a packed projection, in the order of the rows of a group: (name, rows in each group)."""
+
+
+@dataclass(frozen=True)
+class SectionRows:
+    """The sections of a packed projection that are a linear of their own.
+
+    names: of the sections. ranges: the rows of each, (first, end), in a group of `group` rows.
+    """
+
+    names: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    group: int
+
+    @property
+    def size(self) -> int:
+        """Rows of a group that belong to these sections."""
+        return sum(end - first for first, end in self.ranges)
+
+    def strips(self, rows: Tensor, num_groups: int) -> list[Tensor]:
+        """Views [groups, rows of a section, n] of each section in `rows` [groups * group, n]."""
+        groups = rows.unflatten(0, (num_groups, self.group))
+        return [groups[:, first:end] for first, end in self.ranges]
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -50,6 +76,7 @@ class Sharding:
 
     inputs, outputs: this rank's features in the global tensors.
     num_groups: equal groups of the local output features, each padded to complete blocks.
+    section: which rows of each group of the module's weight belong to this linear; None: all.
     keep_padding: y and dy keep the padding of each group, which the caller skips, so it is not removed and added again.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
         all tokens.
@@ -61,6 +88,14 @@ class Sharding:
     keep_padding: bool = False
     in_tokens: ProcessGroup | None = None
     out_tokens: ProcessGroup | None = None
+    section: SectionRows | None = None
+
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """The rows of this linear, contiguous, of the module's local weight [out, in]; a view if they are adjacent."""
+        if self.section is None:
+            return weight
+        strips = self.section.strips(weight, self.num_groups)
+        return (strips[0] if len(strips) == 1 else torch.cat(strips, 1)).flatten(0, 1)
 
 
 @dataclass
@@ -79,6 +114,7 @@ class LinearContext:
         `reads_weights = False` never reads a call's weight. (measure/diagnostics.py)
     watcher: gets the backend's operands and products, and returns them unchanged. (verify.Recheck)
     num_experts: of `grouped_linear`; 0: it is a `quantized_linear`. No watcher sees linears of experts.
+    parts: of a packed projection that the plan splits, the linears that compute it instead of this one.
     """
 
     name: str = ""
@@ -92,13 +128,27 @@ class LinearContext:
     probe: Any = None
     watcher: Any = None
     num_experts: int = 0
+    parts: tuple[LinearContext, ...] = ()
+
+    def part(self, sections: Sections, whole: Sections) -> LinearContext:
+        """The context of the linear that the sections `sections` of a packed projection form. whole: all its sections.
+
+        The part is a linear of its own: positions count its rows alone.
+        """
+        ends = dict(zip((name for name, _ in whole), itertools.accumulate(rows for _, rows in whole), strict=True))
+        ranges = tuple((ends[name] - rows, ends[name]) for name, rows in sections)
+        section = SectionRows(tuple(name for name, _ in sections), ranges, sum(rows for _, rows in whole))
+        outputs = self.sharding.outputs
+        assert isinstance(outputs.at, int) and outputs.at % section.group == 0, "ranks have complete groups"
+        outputs = replace(outputs, at=outputs.at // section.group * section.size)
+        return replace(self, sharding=replace(self.sharding, outputs=outputs, section=section), parts=())
 
     @property
     def gathers_codes(self) -> bool:
         """Whether FSDP can gather the weight as codes, and nothing needs its values."""
         probe_reads = self.probe is not None and getattr(self.probe, "reads_weights", True)
         packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
-        return packs and self.watcher is None and not probe_reads
+        return packs and self.watcher is None and not probe_reads and not self.parts
 
     def place(self, tensor: str, tokens: Span = ALL, groups: RowGroups | None = None) -> Place:
         """Where this rank's part of `activation` [tokens, in], `weight` [out, in] or `gradient` [tokens, out] lies.
@@ -190,12 +240,13 @@ class LinearCall:
         self.context, self.recipe, self.backend = context, context.recipe, context.backend
         self.step, self.micro_batch = context.step_state.step, context.step_state.micro_batch
         self.device, self.dtype = x.device, x.dtype
-        self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self._stored, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
         self.weight_codes = codes_of(weight)  # if FSDP gathered codes, the master has no values
         sharding, self.alignment = context.sharding, self.backend.alignment(self.recipe)
         tokens = x.shape[0] * (1 if sharding.in_tokens is None else sharding.in_tokens.size())
-        outputs, num_groups = self.master.shape[0] // sharding.num_groups, sharding.num_groups
+        num_groups, section = sharding.num_groups, sharding.section
+        outputs = self._stored.shape[0] // num_groups if section is None else section.size
         groups = RowGroups(self.alignment.padded_group(outputs, num_groups), outputs)
         self.padding = Padding(tokens, self.alignment.padded_tokens(tokens), num_groups, groups)
         self.token_groups = {"activation": sharding.in_tokens, "gradient": sharding.out_tokens}
@@ -261,6 +312,11 @@ class LinearCall:
     # --------------------------------------------------------------------------------------------------------- weight
 
     @property
+    def master(self) -> Tensor:
+        """The local part of the parameter, [out, in]; of a part of a packed projection, its rows."""
+        return self.context.sharding.rows_of(self._stored)
+
+    @property
     def weight(self) -> Tensor:
         """The local part in the compute dtype, [out, in]."""
         return self.master.to(self.dtype)
@@ -285,12 +341,12 @@ class LinearCall:
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
         as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
         if as_codes and self.dtype == torch.bfloat16 and self.segments is None:
-            request = self.request(FPROP_WEIGHT)
+            request, master = self.request(FPROP_WEIGHT), self.master
             # The codes are kept without padding; unpacking adds it.
             place, groups = self.place("weight"), self.padding.groups
-            make_packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, place, request, groups)
+            make_packed: MakeOperand = functools.partial(emulated.packed_weight, master, place, request, groups)
             if (watcher := self.context.watcher) is not None:
-                padded = self.padding.pad_weight(self.master)
+                padded = self.padding.pad_weight(master)
                 make_packed = functools.partial(watcher.operand, make_packed, padded, place, request)
             fprop = make_packed()
             return fprop, fprop.transposed(), True
@@ -303,7 +359,7 @@ class LinearCall:
         if not in_backward:
             dgrad = (self.from_fprop_operand(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
         # An operand that is not quantized is FSDP's gathered copy, which must not be kept, or a rounded master weight.
-        rounded = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        rounded = self.rounding is not None and self.rounding.kept and self._stored.dtype != self.dtype
         copied = (fprop.quantized and dgrad.quantized) or (rounded and self.context.keeps_rounded)
         same = self._same_all_step(FPROP_WEIGHT) and (in_backward or self._same_all_step(DGRAD_WEIGHT))
         return fprop, dgrad, copied and same
@@ -404,8 +460,8 @@ class GroupedCall(LinearCall):
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
         super().__init__(context, weight, x)
-        num_experts, outputs, _ = self.master.shape
-        self.master, self.segments = self.master.flatten(0, 1), segments.padded_to(self.alignment.tokens)
+        num_experts, outputs, _ = self._stored.shape
+        self._stored, self.segments = self._stored.flatten(0, 1), segments.padded_to(self.alignment.tokens)
         self.experts = Segments.of_equal(outputs, num_experts, x.device).padded_to(self.alignment.outputs)
         self.padding = Padding(segments.rows, segments.rows, 1, RowGroups(outputs, outputs))
         self.micro_batch = 0  # tokens are numbered over all micro-batches

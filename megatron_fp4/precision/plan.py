@@ -5,6 +5,10 @@ first and last blocks, linears whose names match a pattern, and linears that a p
 `precision.exceptions` have a recipe of their own. The embedding, the head, norms and everything between the linears are
 never quantized, and the plan does not contain them.
 
+An exception may name sections of a packed projection, such as the z rows of Mamba-2's in_proj. Its sections then form
+one linear and the other sections another: each part has its own row of the plan, its own operands, maxima, draws and
+GEMMs, as if it were a separate module. fprop and wgrad have a part's rows; dx is the sum of the parts' dgrads.
+
 The paper switches to higher precision shortly before the learning rate decays (appendix D). "FP4 All the Way" (arXiv
 2505.19115, section 4.1) switches when the gradient is small compared with its quantization noise:
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +60,8 @@ class LinearShape:
     that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
     groups: equal groups of its output rows (KV heads, state groups); no block of codes has rows of two groups.
     active: the share of tokens that it computes.
+    sections: of a packed projection, in the order of the rows of a group: (name, rows in each group). whole: of a part
+    of a packed projection, that projection; the part's name is `<projection>[<section>,...]`.
     """
 
     name: str
@@ -68,6 +74,16 @@ class LinearShape:
     title: str = ""
     groups: int = 1
     active: float = 1.0
+    sections: tuple[tuple[str, int], ...] = ()
+    whole: LinearShape | None = None
+
+    def part(self, names: Sequence[str]) -> LinearShape:
+        """The part with the sections `names`; the linear itself if these are all."""
+        sections = tuple(section for section in self.sections if section[0] in names)
+        if len(sections) == len(self.sections):
+            return self
+        name, rows = f"{self.name}[{','.join(section for section, _ in sections)}]", sum(rows for _, rows in sections)
+        return replace(self, name=name, out_features=self.groups * rows, sections=sections, whole=self)
 
     @property
     def parameters(self) -> int:
@@ -129,7 +145,7 @@ class Plan:
         )
 
     def switched(self, other: Plan, scope: str) -> Plan:
-        """The plan after a precision switch of `scope` to `other`, a plan of the same model."""
+        """The plan after a precision switch of `scope` to `other`, a plan of the same linears (`same_parts`)."""
         rows = []
         for now, then in zip(self.rows, other.rows, strict=True):
             if now.recipe == then.recipe:
@@ -166,6 +182,44 @@ class Plan:
         }
 
 
+def same_parts(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans of one model with the same parts of packed projections: sections that any plan tells apart are in
+    different parts in all. So a precision switch changes recipes, and not which rows share a maximum."""
+    tables = [
+        {(row.linear.whole or row.linear, name): row for row in plan.rows for name in _names(row.linear)}
+        for plan in plans
+    ]
+    rows: list[list[PlannedLinear]] = [[] for _ in tables]
+    for linear in dict.fromkeys(linear for linear, _ in tables[0]):
+        parts: dict[tuple[PlannedLinear, ...], list[str]] = {}
+        for name in _names(linear):
+            parts.setdefault(tuple(table[linear, name] for table in tables), []).append(name)
+        for planned, names in parts.items():
+            for of_plan, row in zip(rows, planned, strict=True):
+                of_plan.append(replace(row, linear=linear.part(names)))
+    return [Plan(tuple(of_plan)) for of_plan in rows]
+
+
+def _names(linear: LinearShape) -> Sequence[str]:
+    """The names of its sections; those of a linear that is not packed are [""]."""
+    return [name for name, _ in linear.sections] or [""]
+
+
+def split_contexts(linears: Mapping[str, LinearContext], plan: Plan) -> dict[str, LinearContext]:
+    """The contexts of the plan's linears and parts, by name. linears: those of the modules; each gets the parts into
+    which the plan splits it."""
+    assert {(row.linear.whole or row.linear).name for row in plan.rows} == linears.keys(), "a plan of another model"
+    contexts = {}
+    for context in linears.values():
+        context.parts = ()
+    for linear in (row.linear for row in plan.rows):
+        contexts[linear.name] = whole = linears[(linear.whole or linear).name]
+        if linear.whole is not None:
+            contexts[linear.name] = whole.part(linear.sections, linear.whole.sections)
+            whole.parts = (*whole.parts, contexts[linear.name])
+    return contexts
+
+
 def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> Plan:
     """The plan in effect, of those before and after the precision switch. switched_at: its step; None: not yet."""
     before, after = plans
@@ -197,37 +251,48 @@ def build_plan(
     """The plan of a model with `num_blocks` blocks.
 
     exceptions: those of a composed configuration; one for kinds of blocks that the model does not have changes nothing.
-    key: the precision's key of the configuration in messages. Raises ValueError if a pattern matches no linear, the
-    plan file cannot be read or names an unknown linear, or an exception matches only linears of earlier exceptions.
+    key: the precision's key of the configuration in messages. Raises ValueError if a pattern matches no linear or a
+    section's name no section, the plan file cannot be read or names an unknown linear, or an exception matches only
+    linears or sections of earlier exceptions.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
-    listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}, key) if bf16.file else frozenset()
+    known = {(shape.name, section) for shape in shapes for section in ("", *_names(shape))}
+    listed = _read_plan_file(bf16.file, known, key) if bf16.file else frozenset()
     _refuse_unmatched(f"{key}.bf16_blocks.names", bf16.names, shapes)
     _refuse_exceptions(exceptions, shapes, key)
     quantized = recipe.quantized or any(other.quantized for other in recipes)
+
+    def planned(shape: LinearShape, section: str) -> PlannedLinear:
+        if quantized and (why := _bf16_reason(shape, section, bf16, num_blocks, listed)):
+            return PlannedLinear(shape, BF16, why, key)
+        if not (match := _first_exception(shape, exceptions, section)):
+            return PlannedLinear(shape, recipe, "the run's recipe", key)
+        index, pattern = match
+        exception = exceptions[index]
+        reason = f"its name matches {pattern}" + (f" in blocks {exception.blocks}" if exception.blocks else "")
+        reason += f", sections {','.join(exception.sections)}" if exception.sections else ""
+        where = f"{key}.exceptions[{index}].precision={exception.precision}: precision"
+        return PlannedLinear(shape, recipes[index], reason, where)
+
     rows = []
     for shape in shapes:
-        planned, reason, where = recipe, "the run's recipe", key
-        if quantized and (why := _bf16_reason(shape, bf16, num_blocks, listed)):
-            planned, reason = BF16, why
-        elif match := _first_exception(shape, exceptions):
-            index, pattern = match
-            planned, reason = recipes[index], f"its name matches {pattern}"
-            where = f"{key}.exceptions[{index}].precision={exceptions[index].precision}: precision"
-            if exceptions[index].blocks:
-                reason += f" in blocks {exceptions[index].blocks}"
-        rows.append(PlannedLinear(shape, planned, reason, where))
+        parts: dict[PlannedLinear, list[str]] = {}
+        for section in _names(shape):
+            parts.setdefault(planned(shape, section), []).append(section)
+        rows += [replace(row, linear=shape.part(names)) for row, names in parts.items()]
     return Plan(tuple(rows))
 
 
-def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """Index and pattern of the first exception that matches a linear."""
+def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig], section: str) -> tuple[int, str] | None:
+    """Index and pattern of the first exception that matches a linear's section ("": a linear without sections)."""
     matches = (
         (i, pattern)
         for i, exception in enumerate(exceptions)
         for pattern in exception.names
-        if (not exception.blocks or shape.letter in exception.blocks) and fnmatch.fnmatchcase(shape.name, pattern)
+        if (not exception.blocks or shape.letter in exception.blocks)
+        and (not exception.sections or section in exception.sections)
+        and fnmatch.fnmatchcase(shape.name, pattern)
     )
     return next(matches, None)
 
@@ -242,12 +307,23 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
 
 
 def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
-    """Raise ValueError for exceptions that match no linear of their blocks, or only linears of earlier exceptions."""
+    """Raise ValueError for exceptions that match no linear of their blocks or no section of these linears, or only
+    linears and sections of earlier exceptions."""
     for i, exception in enumerate(exceptions):
         in_blocks = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
         _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, in_blocks)
-        matched = [shape for shape in shapes if _first_exception(shape, [exception])]
-        firsts = {first[0] for shape in matched if (first := _first_exception(shape, exceptions))}
+        named = [shape for shape in in_blocks if any(fnmatch.fnmatchcase(shape.name, name) for name in exception.names)]
+        known = list(dict.fromkeys(name for shape in named for name in _names(shape) if name))
+        if named and (unknown := [name for name in exception.sections if name not in known]):
+            have = f"these have {', '.join(known)}" if known else "these have none; remove sections"
+            raise ValueError(
+                f"{key}.exceptions[{i}].sections has {unknown[0]!r}, which is no section of the linears "
+                f"{exception.names}; {have}"
+            )
+        matched = [
+            (shape, name) for shape in named for name in _names(shape) if _first_exception(shape, [exception], name)
+        ]
+        firsts = {first[0] for shape, name in matched if (first := _first_exception(shape, exceptions, name))}
         if matched and i not in firsts:
             earlier = " and ".join(f"{key}.exceptions[{first}]" for first in sorted(firsts))
             raise ValueError(
@@ -256,8 +332,10 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
             )
 
 
-def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
-    """Why a linear stays in BF16; empty if it does not."""
+def _bf16_reason(
+    shape: LinearShape, section: str, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[tuple[str, str]]
+) -> str:
+    """Why a linear, or a section of it, stays in BF16; empty if it does not."""
     num_last = bf16.num_last(num_blocks)
     first, last = shape.block < bf16.first, shape.block >= num_blocks - num_last
     for end, included, count in (("first", first, bf16.first), ("last", last, num_last)):
@@ -266,24 +344,31 @@ def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, li
     for pattern in bf16.names:
         if fnmatch.fnmatchcase(shape.name, pattern):
             return f"its name matches {pattern}"
-    return f"listed in {Path(bf16.file or '').name}" if shape.name in listed else ""
+    return f"listed in {Path(bf16.file or '').name}" if listed & {(shape.name, ""), (shape.name, section)} else ""
 
 
-def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
+def _read_plan_file(path: str, known: set[tuple[str, str]], key: str) -> frozenset[tuple[str, str]]:
+    """The linears that the file lists, each with one of its sections, or with "" for all of it. known: those that may
+    be listed."""
+    listed = set[tuple[str, str]]()
     try:
         content = yaml.safe_load(Path(path).read_text())
         names = content.get("bf16") if isinstance(content, dict) else None
         if not isinstance(names, list):
             raise ValueError("it has no list of linears under `bf16`")
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"this model has no linear {unknown[0]!r}")
+        for name in names:
+            linear, _, sections = str(name).removesuffix("]").partition("[")
+            of_name = {(linear, section) for section in sections.split(",")}
+            if not of_name <= known:
+                raise ValueError(f"this model has no linear {name!r}")
+            listed |= of_name
     except (OSError, yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"{key}.bf16_blocks.file={path} cannot be used ({why}); give a plan file that "
             "scripts/analyze_precision.py wrote for this model"
         ) from error
-    return frozenset(names)
+    return frozenset(listed)
 
 
 # ------------------------------------------------------------------------------------------------------------- switch
@@ -349,8 +434,9 @@ class PrecisionController:
     """Writes the recipes of `plan` into the linears, and at the switch those of `plan_after_switch`, if there is one.
 
     A linear uses its new recipe from the next forward pass on; it drops the quantized weights that it kept. linears:
-    the context of every linear of the plan, by name; each gets `step_state` and `backend` (None: it keeps its own, at
-    first `emulated`). plans: those before and after the switch.
+    when it is built, the context of every linear of the model, by name; afterwards of every linear and part of the
+    plan. Each gets `step_state` and `backend` (None: it keeps its own, at first `emulated`). plans: those before and
+    after the switch.
     """
 
     def __init__(
@@ -363,8 +449,8 @@ class PrecisionController:
         switch: PrecisionSwitch | None = None,
         plan_after_switch: Plan | None = None,
     ) -> None:
-        assert {row.linear.name for row in plan.rows} == linears.keys(), "the plan is of another model"
-        self.linears, self.step_state, self.switch = dict(linears), step_state, switch or PrecisionSwitch()
+        self.linears, self.step_state = split_contexts(linears, plan), step_state
+        self.switch = switch or PrecisionSwitch()
         self.plans = [plan] if plan_after_switch is None else [plan, plan_after_switch]
         for name, linear in self.linears.items():
             linear.name, linear.step_state, linear.backend = name, step_state, backend or linear.backend

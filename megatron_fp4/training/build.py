@@ -24,7 +24,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import codes_transpose, side_of
-from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in
+from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in, same_parts
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import (
@@ -70,13 +70,14 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
 
 
 def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
-    """The plan of each of `precisions_by_key`, without regard to the scope of the switch. Raises ValueError."""
+    """The plan of each of `precisions_by_key`, without regard to the scope of the switch, with the same parts of packed
+    projections. Raises ValueError."""
     model, shapes, plans = config.model, models.linear_shapes(config.model), {}
     for key, precision in precisions_by_key(config).items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
         plans[key] = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
         check_sizes(plans[key], config.parallel.tensor, config.precision.backend)
-    return plans
+    return dict(zip(plans, same_parts(plans.values()), strict=True))
 
 
 def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
+from megatron_fp4.parallel.layers import ColumnParallelLinear, PackedLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, OperandRequest
@@ -44,7 +44,8 @@ LINEARS: dict[str, Callable[[ParallelMesh], QuantizedLinear]] = {
     "column": lambda mesh: ColumnParallelLinear(IN, 256, mesh),
     "row": lambda mesh: RowParallelLinear(IN, 48, mesh),
 }
-OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "column": 256, "row": 48}
+SECTIONS = (("z", 8), ("x", 6), ("dt", 4))
+OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "packed": GROUPS * GROUP_ROWS, "column": 256, "row": 48}
 # The sharded dimension of both operands of each GEMM: fprop's x [tokens, in] and W [out, in], dgrad's dy [tokens, out]
 # and W^T [in, out], wgrad's dy^T [out, tokens] and x^T [in, tokens]. None: every rank has the whole operand.
 COLUMN_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (None, 0), "dgrad": (1, 1), "wgrad": (0, None)}
@@ -94,7 +95,7 @@ def linear_on(
     rank, tensor = mesh.tensor.rank, mesh.tensor.size
     x, w, dy = tensors(name, tokens)
     with mesh.device:
-        linear = LINEARS[name](mesh)
+        linear = PackedLinear(IN, SECTIONS, mesh, GROUPS) if name == "packed" else LINEARS[name](mesh)
     linear.weight.data._local_tensor.copy_(w.chunk(tensor, 1 if name == "row" else 0)[rank])
     linear.context.name, linear.context.recipe = name, recipe
     linear.context.step_state = StepState(seed=3, step=4, micro_batch=5)
@@ -128,6 +129,31 @@ def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, precision, sequ
     run_tokens = functools.partial(run, tokens=tokens)
     expected = one if (precision, tokens) == ("nvfp4", TOKENS) else launch(run_tokens, 1, 1, precision, False)[0]
     check_codes(launch(run_tokens, tensor, tensor, precision, sequence), expected)
+
+
+def run_sections(rank: int, tensor: int, sequence: bool) -> dict[str, dict[str, Any]]:
+    """For each part of a packed projection what `calls_on` returns; dx and dW are of all parts."""
+    mesh = build_mesh(ParallelConfig(tensor=tensor, sequence=sequence), torch.device("cpu"))
+    linear, x, dy = linear_on(mesh, "packed", NVFP4, torch.float32)
+    x_part, others = (linear.context.part(sections, SECTIONS) for sections in (SECTIONS[1:2], SECTIONS[::2]))
+    linear.context.parts = replace(x_part, name="x", recipe=RECIPES["mxfp8"]), replace(others, name="others")
+    calls: list[Any] = []
+    with watched_gemms(lambda a, b: calls.append((operand(a), operand(b)))):
+        ys = linear(x)
+        torch.autograd.backward(ys, [part.sharding.rows_of(dy.t()).t() for part in linear.context.parts])
+    assert linear.weight.grad is not None
+    gemms = (calls[0], *calls[2:4]), (calls[1], *calls[4:6])
+    results = [{"y": y.detach(), "dx": x.grad, "dw": whole(linear.weight.grad)} for y in ys]
+    return {
+        part.name: {**dict(zip(GEMMS, of_part, strict=True)), **result}
+        for part, of_part, result in zip(linear.context.parts, gemms, results, strict=True)
+    }
+
+
+def test_codes_of_parts_do_not_depend_on_the_tensor_parallel_size():
+    one_rank = launch(run_sections, 1, 1, False)[0]
+    for tensor, sequence in ((2, True), (4, False)):
+        check_codes(launch(run_sections, tensor, tensor, sequence), one_rank)
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
@@ -217,7 +243,7 @@ def gathered_bytes(sent: list[Message]) -> list[int]:
 
 
 def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]], rtol: float = 1e-5) -> None:
-    for name in LINEARS:
+    for name in one:
         for gemm in GEMMS:
             shards = (ROW_SHARDS if name == "row" else COLUMN_SHARDS)[gemm]
             for which, dim in enumerate(shards):

@@ -123,10 +123,14 @@ def test_compiled_functions() -> None:
     for function, tensors, settings in (
         (rms_norm, [randn(96, 256), weight], (1e-5,)),
         (gated_rms_norm, [y, z, weight.detach().requires_grad_()], (1e-5,)),
-        (split_heads, [randn(96, 2 * 6 * 64)], (48, 4, 64, *tables)),
     ):
         ours, plain = (lambda *t, f=f: f(*t, *settings) for f in (COMPILED.pure(function), function))  # noqa: B023
         compare(ours, plain, tensors)
+    q_k_v = (("q", 256), ("k", 64), ("v", 64))
+    for layout in ((q_k_v,), (q_k_v[:1], q_k_v[1:])):
+        settings = layout, 48, 64, *tables
+        ours, plain = (lambda *t, f=f: f(*settings, *t) for f in (COMPILED.pure(split_heads), split_heads))  # noqa: B023
+        compare(ours, plain, [randn(96, 2 * sum(rows for _, rows in sections)) for sections in layout])
     compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])
 
 

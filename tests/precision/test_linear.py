@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear import quantized_linear, split_linear
+from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState, keyed_operands
 from megatron_fp4.quantization import hadamard, rounding
@@ -114,6 +115,35 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
         assert gradient(micro_batch, weight).data_ptr() == address
     assert torch.equal(gradient(0, w.clone().requires_grad_()), alone[0])
     assert weight.grad is not None and torch.equal(weight.grad, alone[0] + alone[1] + alone[2])
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("recipe", [ref.NVFP4, ref.QUARTET2, ref.MXFP8, BF16], ids=lambda recipe: recipe.name)
+def test_a_split_projection_has_the_bits_of_separate_linears(recipe, num_groups, monkeypatch):
+    """Which have the names, the recipes and the rows of its parts; over two micro-batches that add their gradients."""
+    monkeypatch.setattr(emulated.EmulatedBackend, "accumulates", False)  # separate GEMMs would round once
+    sections = ("z", 20), ("x", 40), ("dt", 8)
+    x, w, dy = ref.tensors(40, 128, 68 * num_groups, dtype=torch.bfloat16)
+    context = ref.context_of(ref.NVFP4, num_groups=num_groups)
+    state, row = context.step_state, torch.arange(68 * num_groups)
+    parts = context.part((sections[1],), sections), context.part(sections[::2], sections)
+    context.parts = replace(parts[0], name="of x", recipe=recipe), replace(parts[1], name="of z and dt")
+    in_x = (row % 68 >= 20) & (row % 68 < 60)
+    rows = row[in_x], row[~in_x]
+    separate = [
+        LinearContext(part.name, part.recipe, state, sharding=Sharding(num_groups=num_groups)) for part in context.parts
+    ]
+    weight, weights, inputs = w.clone().requires_grad_(), [w[at].requires_grad_() for at in rows], []
+    for state.micro_batch in range(2):
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ys = split_linear(ours, weight, context)
+        expected = [quantized_linear(theirs, *of) for of in zip(weights, separate, strict=True)]
+        assert all(torch.equal(*pair) for pair in zip(ys, expected, strict=True))
+        torch.autograd.backward(ys, [dy[:, at] for at in rows])
+        torch.autograd.backward(expected, [dy[:, at] for at in rows])
+        inputs.append((ours.grad, theirs.grad))
+    assert all(torch.equal(*pair) for pair in inputs) and weight.grad.dtype == torch.float32
+    assert all(torch.equal(weight.grad[at], each.grad) for at, each in zip(rows, weights, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import yaml
 
 import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.config.precision_schema import (
@@ -14,13 +15,14 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.logging.console import plan_table
 from megatron_fp4.precision.operands import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, PrecisionController, build_plan
+from megatron_fp4.precision.plan import LinearShape, Plan, PrecisionController, build_plan, same_parts
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
 from tests.composing import composed, plans_of
 from tests.precision import reference as ref
 
 NUM_BLOCKS = 6
+PACKED = {"in_proj": (("z", 32), ("x", 32), ("dt", 16))}  # rows in each of two groups
 _M8 = SecondOperandConfig("mxfp8", "1x32")
 RECIPES = {
     "bf16": RecipeConfig(),
@@ -35,10 +37,10 @@ LAST = {
 
 
 def shapes() -> list[LinearShape]:
-    """Two linears in each of six blocks; the odd blocks are feed-forward."""
+    """Two linears in each of six blocks; the odd blocks are feed-forward, in the others in_proj is packed."""
     mixer, ffn = (("in_proj", 64, 160), ("out_proj", 64, 64)), (("up_proj", 64, 256), ("down_proj", 256, 64))
     return [
-        LinearShape(f"blocks.{block}.mixer.{name}", block, a, b, letter)
+        LinearShape(f"blocks.{block}.mixer.{name}", block, a, b, letter, groups=2, sections=PACKED.get(name, ()))
         for block, letter in enumerate("M-*-M-")
         for name, a, b in (ffn if block % 2 else mixer)
     ]
@@ -48,8 +50,8 @@ def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4, exceptions=(
     return build_plan(shapes(), recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS, exceptions)
 
 
-def exception(names: list[str], precision: str, blocks: str = "") -> ComposedException:
-    return ComposedException(names, blocks, precision, RECIPES[precision])
+def exception(names: list[str], precision: str, blocks: str = "", sections: str = "") -> ComposedException:
+    return ComposedException(names, blocks, sections.split(), precision, RECIPES[precision])
 
 
 def not_by_the_run(plan: Plan) -> dict[str, tuple[str, str]]:
@@ -89,12 +91,39 @@ def test_exceptions_have_recipes_of_their_own():
     assert "blocks.0.mixer.out_proj" not in written["bf16"] and "blocks.2.mixer.in_proj" in written["bf16"]
 
 
+def test_sections_of_an_exception_are_a_linear_of_their_own(tmp_path):
+    gates, rest = exception(["*.in_proj"], "mxfp8", "M", "z"), exception(["*"], "bf16", "M", "x dt")
+    plan = plan_of(Bf16BlocksConfig(last=2), exceptions=[gates])
+    name = "blocks.0.mixer.in_proj"
+    rows = {row.linear.name: row for row in plan.rows if row.linear.block == 0}
+    assert {row.linear.name: (row.linear.out_features, row.recipe.name) for row in rows.values()} == {
+        f"{name}[z]": (64, "mxfp8"),
+        f"{name}[x,dt]": (96, "nvfp4"),
+        "blocks.0.mixer.out_proj": (64, "nvfp4"),
+    }
+    assert rows[f"{name}[z]"].reason == "its name matches *.in_proj in blocks M, sections z"
+    assert len(plan.rows) == 13 and plan.linear_flops_per_token == plan_of().linear_flops_per_token  # block 4: in BF16
+    assert plan_of(exceptions=[exception(["*.in_proj"], "mxfp8", "", "z x dt")]).rows[0].linear.name == name
+    # Before and after a switch the same rows share a maximum: parts are those that either plan tells apart.
+    before, after = same_parts([plan, plan_of(recipe=BF16, exceptions=[exception(["*.in_proj"], "mxfp8", "M", "x")])])
+    assert [row.recipe.name for row in before.rows[:3]] == ["mxfp8", "nvfp4", "nvfp4"]
+    assert [row.linear.name.removeprefix(name) for row in after.rows[:3]] == ["[z]", "[x]", "[dt]"]
+    assert [row.recipe.name for row in before.switched(after, "both").rows[:3]] == ["bf16", "mxfp8", "bf16"]
+    # The plan that was written lists parts, and can be read.
+    (file := tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan_of(exceptions=[rest]).as_dict()))
+    listed = {row.linear.name: row.recipe.name for row in plan_of(Bf16BlocksConfig(file=str(file))).rows}
+    assert listed[f"{name}[x,dt]"] == "bf16" and listed[f"{name}[z]"] == "nvfp4"
+
+
 def test_an_exception_without_effect_is_refused():
     even, projections, everything = (exception([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
     with pytest.raises(ValueError, match=r"exceptions\[2\].names=\['\*'\] has no effect: .*\[0\] and .*\[1\] before"):
         plan_of(exceptions=[even, projections, everything])
     assert plan_of(exceptions=[even, everything]).num_quantized == 12  # `everything` still matches some alone
     assert plan_of(exceptions=[exception(["*"], "bf16", "E"), exception(["*"], "mxfp8", "E")]).num_quantized == 12
+    first, again = exception(["*"], "mxfp8", "M", "z x"), exception(["*.in_proj"], "bf16", "M", "z")
+    with pytest.raises(ValueError, match=r"exceptions\[1\].names=\['\*.in_proj'\] has no effect"):
+        plan_of(exceptions=[first, again])
     # BF16 blocks come before exceptions, and may include all linears of one: their number follows the model.
     assert plan_of(Bf16BlocksConfig(first=1), exceptions=[exception(["blocks.0.*"], "mxfp8")]).num_quantized == 10
 
