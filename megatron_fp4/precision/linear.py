@@ -153,7 +153,7 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> tuple[Tensor, ...]:
         parts, ctx.weight = [_PartContext() for _ in context.parts], weight
         ys = [
-            _QuantizedLinear.forward(part, x, weight, of_part, needs_wgrad)
+            _QuantizedLinear.forward(part, x, weight, of_part, needs_wgrad, None)
             for part, of_part in zip(parts, context.parts, strict=True)
         ]
         ctx.save_for_backward(*(tensor for part in parts for tensor in part.saved_tensors))
