@@ -3,6 +3,7 @@ directions.
 
 nemotron_h   hybrids of Mamba-2, attention without positions, and squared-ReLU FFNs
 arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; one of its layers is two of our blocks
+llama        the same with gated FFNs (SwiGLU)
 
 Names and meanings are those of transformers 5.23. nemotron_h supports FFN blocks since 5.6; every version that does
 reads `hybrid_override_pattern`, which has our letters. It clamps dt = softplus(dt + dt_bias) from below at
@@ -19,15 +20,15 @@ from typing import Any
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
-from models.mlp import MLP
+from models.mlp import MLP, GatedMLP
 from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
 from models.published import HuggingFaceBlock, Section
 
-NEMOTRON_H, ARCEE = "nemotron_h", "arcee"
-# The blocks of a layer of arcee, and the names of their norm and their mixer in it.
-_ARCEE_LAYER: dict[type[Mixer], tuple[str, str]] = {
-    Attention: ("input_layernorm", "self_attn"),
-    MLP: ("post_attention_layernorm", "mlp"),
+NEMOTRON_H, ARCEE, LLAMA = "nemotron_h", "arcee", "llama"
+# The blocks of a layer of a Transformer, and the names of their norm and their mixer in it.
+_LAYERS: dict[str, dict[type[Mixer], tuple[str, str]]] = {
+    name: {Attention: ("input_layernorm", "self_attn"), mlp: ("post_attention_layernorm", "mlp")}
+    for name, mlp in ((ARCEE, MLP), (LLAMA, GatedMLP))
 }
 
 
@@ -36,30 +37,35 @@ def architecture_of(config: ModelConfig) -> str:
     blocks, no_architecture = blocks_of(config), "transformers has no architecture for this model: "
     if unpublished := [mixer.name for mixer in mixers_of(config.pattern) if mixer.hugging_face is None]:
         raise ValueError(f"{no_architecture}model.pattern={config.pattern} has {unpublished[0]} blocks")
+    alternating = [name for name, layer in _LAYERS.items() if blocks == [*layer] * (config.num_blocks // 2)]
     if not (config.rope and Attention in blocks):
+        if gated := [mixer.name for mixer in blocks if mixer.hugging_face and not mixer.hugging_face.types]:
+            without = "without positions" if alternating else f"in model.pattern={config.pattern}"
+            raise ValueError(f"{no_architecture}{NEMOTRON_H} has no {gated[0]} blocks, and {LLAMA} none {without}")
         return NEMOTRON_H
     problem = None
-    if blocks != [*_ARCEE_LAYER] * (config.num_blocks // 2):
-        layers = pattern_of(_ARCEE_LAYER) * 2
-        problem = f"{ARCEE} alternates attention and FFN ({layers}...), but model.pattern={config.pattern}"
+    if not alternating:
+        layers = " and ".join(f"{name} ({pattern_of(layer) * 2}...)" for name, layer in _LAYERS.items())
+        problem = f"{layers} alternate attention and FFN, but model.pattern={config.pattern}"
     elif config.hidden_dim % config.num_query_heads:
-        problem = f"{ARCEE} needs model.hidden_dim to be a multiple of model.num_query_heads={config.num_query_heads}"
+        heads = config.num_query_heads
+        problem = f"{alternating[0]} needs model.hidden_dim to be a multiple of model.num_query_heads={heads}"
     if problem:
         raise ValueError(
             f"{no_architecture}model.rope=true, but {NEMOTRON_H} has attention without positions; {problem}"
         )
-    return ARCEE
+    return alternating[0]
 
 
 def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
     """The published tensors of each of our parameters. Raises ValueError as `architecture_of` does."""
-    is_arcee = architecture_of(config) == ARCEE
-    hidden, vocab, root = config.hidden_dim, config.vocab_size, "model" if is_arcee else "backbone"
-    embedding, final_norm = ("embed_tokens", "norm") if is_arcee else ("embeddings", "norm_f")
+    transformer_layer = _LAYERS.get(architecture_of(config))
+    hidden, vocab, root = config.hidden_dim, config.vocab_size, "model" if transformer_layer else "backbone"
+    embedding, final_norm = ("embed_tokens", "norm") if transformer_layer else ("embeddings", "norm_f")
     sections = {"embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))]}
     for block, mixer in enumerate(blocks_of(config)):
-        layer = f"{root}.layers.{block // 2 if is_arcee else block}"
-        norm, module = _ARCEE_LAYER[mixer] if is_arcee else ("norm", "mixer")
+        layer = f"{root}.layers.{block // 2 if transformer_layer else block}"
+        norm, module = transformer_layer[mixer] if transformer_layer else ("norm", "mixer")
         sections[f"blocks.{block}.norm.weight"] = [Section(f"{layer}.{norm}.weight", (hidden,))]
         assert mixer.hugging_face is not None
         for name, parts in mixer.hugging_face.sections(config).items():
@@ -71,21 +77,27 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
 
 def _published() -> Iterator[tuple[str, HuggingFaceBlock]]:
     """Letter and form of every kind of block of nemotron_h."""
-    return ((letter, mixer.hugging_face) for letter, mixer in MIXERS.items() if mixer.hugging_face is not None)
+    forms = ((letter, mixer.hugging_face) for letter, mixer in MIXERS.items())
+    return ((letter, form) for letter, form in forms if form is not None and form.types)
 
 
-# Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys).
-_SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
-    ARCEE: {
+def _transformer(hidden: int, ffn: int, eps: float) -> dict[str, tuple[str, Any]]:
+    return {
         "vocab_size": ("vocab_size", 32000),
-        "hidden_dim": ("hidden_size", 2560),
-        "ffn_dim": ("intermediate_size", 18432),
+        "hidden_dim": ("hidden_size", hidden),
+        "ffn_dim": ("intermediate_size", ffn),
         "num_query_heads": ("num_attention_heads", 32),
         "num_kv_heads": ("num_key_value_heads", None),
         "head_dim": ("head_dim", None),
         "init_std": ("initializer_range", 0.02),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-    },
+        "norm_eps": ("rms_norm_eps", eps),
+    }
+
+
+# Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys).
+_SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
+    ARCEE: _transformer(2560, 18432, 1e-5),
+    LLAMA: _transformer(4096, 11008, 1e-6),
     NEMOTRON_H: {
         "vocab_size": ("vocab_size", 131072),
         "hidden_dim": ("hidden_size", 4096),
@@ -95,8 +107,11 @@ _SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 # Values that a model must have to be one of ours; a missing key is accepted.
-_FIXED = {
-    ARCEE: {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+_FIXED: dict[str, dict[str, Any]] = {
+    **{
+        name: {"hidden_act": activation, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+        for name, activation in ((ARCEE, "relu2"), (LLAMA, "silu"))
+    },
     NEMOTRON_H: {
         "tie_word_embeddings": False,
         "residual_in_fp32": False,
@@ -117,9 +132,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         **{key: value for key, value in _FIXED[name].items() if value is not None},
         "attention_dropout": 0.0,
     }
-    if name == ARCEE:
+    if name in _LAYERS:
         return described | {
-            "architectures": ["ArceeForCausalLM"],
+            "architectures": [f"{name.capitalize()}ForCausalLM"],
             "num_hidden_layers": config.num_blocks // 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
             "rope_theta": config.rope_base,  # for transformers before 5.0 and engines that use it
@@ -159,7 +174,7 @@ def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in _FIXED[name].items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, but only {value} can be imported")
-    if name == ARCEE:
+    if name in _LAYERS:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
@@ -168,7 +183,7 @@ def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        pattern = pattern_of(_ARCEE_LAYER) * config.get("num_hidden_layers", 32)
+        pattern = pattern_of(_LAYERS[name]) * config.get("num_hidden_layers", 32)
         special = {"pattern": pattern, "rope": True, "rope_base": float(theta)}
     else:
         # JSON has no infinity: transformers writes {"__float__": "Infinity"}.

@@ -38,7 +38,6 @@ from exchange.checkpoint import Checkpoint, check_tensors, read_region
 from exchange.hf_export import Progress, sequence_length
 from exchange.megatron_model import (
     EMBEDDING,
-    GPT_LAYER,
     GPT_NORM,
     HEAD,
     Layers,
@@ -46,6 +45,7 @@ from exchange.megatron_model import (
     arguments_of,
     as_shell,
     extra_states,
+    gpt_layer,
     is_gpt,
     parameters,
     settings_of,
@@ -264,7 +264,7 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
         """Gives the shape of a tensor of the first such block."""
         if layers == "stacked":
             return lambda tensor: opened.shape(f"decoder.layers.{module}.{tensor}")[1:]
-        layer = blocks.index(mixer) // (len(GPT_LAYER) if GPT_NORM in opened.tensors else 1)
+        layer = blocks.index(mixer) // (len(gpt_layer(False)) if GPT_NORM in opened.tensors else 1)
         return lambda tensor: opened.shape(f"decoder.layers.{layer}.{module}.{tensor}")
 
     settings = {"pattern": pattern_of(blocks), **{key: known[key] for key in (*wanted, "init_std") if key in known}}
@@ -280,18 +280,19 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
 def _blocks(opened: MegatronFolder) -> tuple[list[type[Mixer]], Layers]:
     """The kinds of blocks, from the modules of each layer, and how the layers are stored."""
     is_gpt_model = GPT_NORM in opened.tensors
-    mixers = {mixer.megatron.module: mixer for mixer in MIXERS.values() if mixer.megatron is not None}
+    layer = gpt_layer(_is_gated(opened))
+    mixers = {mixer.megatron.module: mixer for mixer in (*MIXERS.values(), *layer) if mixer.megatron is not None}
     modules: dict[int, set[str]] = {}
     for key in opened.tensors:
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\..+", key):
             modules.setdefault(int(match[1]), set()).add(match[2])
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
     if is_gpt_model and stacked:
-        return GPT_LAYER * (opened.shape(stacked[0]) or (1,))[0], "stacked"
+        return layer * (opened.shape(stacked[0]) or (1,))[0], "stacked"
     if not modules or stacked or sorted(modules) != list(range(len(modules))):
         raise ValueError("it has no decoder.layers numbered from 0, so it is no complete GPTModel or MambaModel")
     if is_gpt_model:
-        return GPT_LAYER * len(modules), "numbered"
+        return layer * len(modules), "numbered"
     blocks = []
     for number, names in sorted(modules.items()):
         if len(kinds := names & mixers.keys()) != 1:
@@ -299,6 +300,16 @@ def _blocks(opened: MegatronFolder) -> tuple[list[type[Mixer]], Layers]:
             raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {known}")
         blocks.append(mixers[kinds.pop()])
     return blocks, "numbered"
+
+
+def _is_gated(opened: MegatronFolder) -> bool:
+    """Whether its FFNs are gated: by its arguments, else because their first linear is twice as wide as the last."""
+    for key in opened.tensors:
+        last = key.replace("linear_fc1", "linear_fc2")
+        if key.endswith("mlp.linear_fc1.weight") and last in opened.tensors:
+            wider = opened.shape(key)[-2] == 2 * opened.shape(last)[-1]
+            return bool(opened.arguments.get("swiglu", wider))
+    return False
 
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:

@@ -1,8 +1,8 @@
 """Our models as Megatron-core's: the tensors of its distributed checkpoints, and Megatron-LM's arguments.
 
-A model with the pattern `*-*-...` is Megatron's GPTModel, in which each `*-` is one layer. Any other is its MambaModel,
-in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16. They are the same for
-Transformer Engine's layers and for Megatron's own, whose separate norms get these keys too:
+A model with the pattern `*-*-...` (or `*G*G...`) is Megatron's GPTModel, in which each pair is one layer. Any other is
+its MambaModel, in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16. They
+are the same for Transformer Engine's layers and for Megatron's own, whose separate norms get these keys too:
 
     embedding.word_embeddings.weight, output_layer.weight
     decoder.layers.    GPT: the layers are stacked into one tensor with the layer as first axis (or, with
@@ -27,16 +27,21 @@ from typing import Any, Literal, NamedTuple
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
-from models.mlp import MLP
-from models.pattern import blocks_of
+from models.mlp import MLP, GatedMLP
+from models.pattern import blocks_of, pattern_of
 from models.published import MegatronBlock, Section
 
 Layers = Literal["stacked", "numbered"]
 """Whether the layers of a GPTModel are stacked in one tensor or separate. Those of a MambaModel are numbered."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-GPT_LAYER: list[type[Mixer]] = [Attention, MLP]
-"""The blocks of a layer of a GPTModel."""
+
+
+def gpt_layer(gated: bool) -> list[type[Mixer]]:
+    """The blocks of a layer of a GPTModel. gated: whether its FFNs are."""
+    return [Attention, GatedMLP if gated else MLP]
+
+
 GPT_NORM, MAMBA_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
 
 
@@ -55,7 +60,7 @@ class Parameter(NamedTuple):
 
 def is_gpt(config: ModelConfig) -> bool:
     """Whether the model is a GPTModel in Megatron; otherwise it is a MambaModel."""
-    return blocks_of(config) == GPT_LAYER * (config.num_blocks // 2)
+    return any(blocks_of(config) == gpt_layer(gated) * (config.num_blocks // 2) for gated in (False, True))
 
 
 def _forms(config: ModelConfig) -> list[MegatronBlock]:
@@ -105,8 +110,6 @@ def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[in
 
 # Arguments of every model here: an export writes them, an import requires them.
 _SAME_FACTS = {
-    "squared_relu": True,
-    "swiglu": False,
     "normalization": "RMSNorm",
     "apply_layernorm_1p": False,
     "untie_embeddings_and_output_weights": True,
@@ -118,7 +121,9 @@ _SAME_FACTS = {
 def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
     """The arguments with which Megatron-LM builds this model. bf16: whether it trains in BF16. Raises ValueError, with
     key and value, for a setting that Megatron's model does not have."""
-    forms = _forms(config)
+    forms, gated = _forms(config), GatedMLP in blocks_of(config)
+    if gated and MLP in blocks_of(config):
+        raise ValueError(f"model.pattern={config.pattern}: all FFNs of a model in Megatron are gated, or none")
     for mixer, form in zip(blocks_of(config), forms, strict=True):
         for key, value in form.fixed.items():
             if (ours := getattr(config, key)) != value:
@@ -127,6 +132,8 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
         **_SAME_FACTS,
+        "squared_relu": not gated,
+        "swiglu": gated,
         "num_layers": config.num_blocks // (2 if is_gpt(config) else 1),
         "hidden_size": config.hidden_dim,
         "ffn_hidden_size": config.ffn_dim,
@@ -155,7 +162,7 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
         arguments["rotary_base"] = int(config.rope_base)
     if not is_gpt(config):
         arguments |= {
-            "hybrid_override_pattern": config.pattern,
+            "hybrid_override_pattern": config.pattern.replace(pattern_of([GatedMLP]), pattern_of([MLP])),
             "is_hybrid_model": True,
             **{name: getattr(config, name) for form in forms for name in form.arguments},
             "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
@@ -195,6 +202,8 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in arguments and arguments[name] not in wanted:
             known = " or ".join(map(str, wanted))
             raise ValueError(f"Megatron's {name}={arguments[name]}; models here support only {known}")
+    if not arguments.get("squared_relu", True) and not arguments.get("swiglu", True):
+        raise ValueError("Megatron's squared_relu=False, swiglu=False; models here support only one of them")
 
     def number(name: str) -> Any:
         value = arguments.get(name)

@@ -4,7 +4,8 @@ Each character of the pattern is one block, `h = h + mixer(norm(h))`:
 
     M  Mamba-2        models/mamba2.py
     *  attention      models/attention.py
-    -  FFN            models/mlp.py             (the table is in models/pattern.py)
+    -  FFN            models/mlp.py
+    G  gated FFN      models/mlp.py             (the table is in models/pattern.py)
 
 The hidden state between blocks is h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence, with the
 sequence as the inner dimension. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the

@@ -1,4 +1,8 @@
-"""The FFN block: down(relu(up(x))^2) (squared ReLU, arXiv:2109.08668), without a gate or biases."""
+"""The FFN blocks, without biases.
+
+MLP        down(relu(up(x))^2)             squared ReLU, arXiv:2109.08668
+GatedMLP   down(silu(gate(x)) * up(x))     SwiGLU, arXiv:2002.05202, as in Llama
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,10 +22,10 @@ from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer, input_projection, output_projection
 from models.positions import Documents, NewTokens
-from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections
+from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections, group_major_order, split_rows
 
 # Blocks of quantization and of the Hadamard transform are at least this wide, and ranks must not share one.
-_TILE = 16
+_TILE, _WIDE_TILE = 16, 128
 
 
 def _named(up: str, down: str, config: ModelConfig) -> Sections:
@@ -82,6 +87,85 @@ class MLP(Mixer):
             input_projection("up_proj", config, config.ffn_dim),
             output_projection("down_proj", config, config.ffn_dim, "model.ffn_dim", "the FFN's down projection"),
         )
+
+
+def _gate_up_rows(config: ModelConfig) -> dict[str, int]:
+    return {"gate": config.ffn_dim, "up": config.ffn_dim}
+
+
+def _gate_up_groups(config: ModelConfig) -> int:
+    """Equal groups of gate_up_proj's rows, each first of gate, then of up: as wide as the largest block of a format, if
+    the width allows it, so that no block has rows of both and ranks can share the groups."""
+    return config.ffn_dim // (_WIDE_TILE if config.ffn_dim % _WIDE_TILE == 0 else _TILE)
+
+
+def gate_up_order(config: ModelConfig) -> Tensor:
+    """`group_major_order` of gate_up_proj: published checkpoints have `[gate | up]`."""
+    return group_major_order([*_gate_up_rows(config).values()], _gate_up_groups(config))
+
+
+def _gated_hugging_face(config: ModelConfig) -> Sections:
+    names = [f"{name}_proj.weight" for name in _gate_up_rows(config)]
+    sizes = [*_gate_up_rows(config).values()]
+    return {
+        "gate_up_proj.weight": split_rows(names, sizes, gate_up_order(config), config.hidden_dim),
+        "down_proj.weight": [Section("down_proj.weight", (config.hidden_dim, config.ffn_dim))],
+    }
+
+
+def _gated_megatron(config: ModelConfig) -> Sections:
+    """linear_fc1 is `[gate | up]`."""
+    rows = sum(_gate_up_rows(config).values())
+    return {
+        "gate_up_proj.weight": split_rows(["linear_fc1.weight"], [rows], gate_up_order(config), config.hidden_dim),
+        "down_proj.weight": [Section("linear_fc2.weight", (config.hidden_dim, config.ffn_dim))],
+    }
+
+
+class GatedMLP(MLP):
+    """Gate and up projections in one linear, SwiGLU, down projection."""
+
+    name = "gated FFN"
+    hugging_face = HuggingFaceBlock(types=(), sections=_gated_hugging_face, settings={})
+    megatron = MegatronBlock(
+        module="mlp",
+        linears=("linear_fc1", "linear_fc2"),
+        sections=_gated_megatron,
+        sizes=lambda shape, known: {"ffn_dim": shape("linear_fc2.weight")[1]},
+    )
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        Mixer.__init__(self, config, mesh, execution)
+        self.tile = config.ffn_dim // _gate_up_groups(config)
+        self._activation = execution.recomputed(execution.pure(swiglu))
+        gate_up, down = self.linears(config)
+        self.gate_up_proj = ColumnParallelLinear(gate_up.in_features, gate_up.out_features, mesh, gate_up.groups)
+        self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
+
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
+        return self.down_proj(self._activation(self.gate_up_proj(x_td), self.tile))
+
+    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x_td), self.tile))
+
+    @classmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        groups = _gate_up_groups(config)
+        return {f"the {groups} tiles of {config.ffn_dim // groups} in model.ffn_dim": (groups, config.ffn_dim)}
+
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        rows = sum(_gate_up_rows(config).values())
+        return (
+            input_projection("gate_up_proj", config, rows, _gate_up_groups(config)),
+            output_projection("down_proj", config, config.ffn_dim, "model.ffn_dim", "the FFN's down projection"),
+        )
+
+
+def swiglu(x: Tensor, tile: int) -> Tensor:
+    """silu(gate) * up of x [tokens, groups * (tile of gate, tile of up)]: [tokens, groups * tile]."""
+    gate, up = x.unflatten(-1, (-1, 2, tile)).unbind(-2)
+    return (F.silu(gate) * up).flatten(-2)
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ from models.attention import Attention
 from models.execution import Execution, torch_compile
 from models.mamba2 import Mamba2
 from models.mixer import Mixer
-from models.mlp import MLP
+from models.mlp import MLP, GatedMLP
 
 # A hundred times the largest models; with more parameters some sizes overflow 64 bits.
 _MOST_PARAMETERS = 10**14
 
-MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP}
+MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP, "G": GatedMLP}
 
 
 def mixers_of(pattern: str) -> list[type[Mixer]]:

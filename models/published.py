@@ -50,10 +50,11 @@ Sections = Mapping[str, Sequence[Section]]
 
 @dataclass(frozen=True)
 class HuggingFaceBlock:
-    """A kind of block of transformers' nemotron_h.
+    """A kind of block of transformers' nemotron_h, arcee or llama.
 
-    types: its names in `layers_block_type`. sections: the published tensors. settings: our setting -> its key in
-    config.json and the default in transformers. fixed: the values that keys must have; an import accepts a missing key.
+    types: its names in `layers_block_type` of nemotron_h; empty: only Transformers have it. sections: the published
+    tensors. settings: our setting -> its key in config.json and the default in transformers. fixed: the values that
+    keys must have; an import accepts a missing key.
     """
 
     types: tuple[str, ...]

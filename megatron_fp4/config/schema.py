@@ -64,13 +64,13 @@ class ModelConfig:
     name: str = "tiny"
     """shown in logs; also the name of an exported model."""
     pattern: str = "M-*-M-"
-    """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN (models/pattern.py has the table)."""
+    """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN, `G` gated FFN (table in models/pattern.py)."""
     vocab_size: AtLeastOne = 4096
     """rows of the embedding and the head; the tokenizer's largest id plus one, or more."""
     hidden_dim: AtLeastOne = 256
     """of the residual stream."""
     ffn_dim: AtLeastOne = 1024
-    """of the FFN's inner layer, whose activation is a squared ReLU."""
+    """of the FFN's inner layer. Its activation is a squared ReLU, that of a gated FFN SwiGLU."""
     num_query_heads: AtLeastOne = 8
     num_kv_heads: AtLeastOne = 2
     head_dim: AtLeastOne = 32

@@ -25,6 +25,7 @@ CASES = {
     "mamba": small_config(pattern="MM", mamba_num_groups=1, mamba_conv_width=3, mamba_state_dim=16),
     "no_positions": small_config(pattern="*-*", num_query_heads=6, num_kv_heads=3, head_dim=10),
     "transformer": small_config(vocab_size=300, pattern="*-*-", rope=True, rope_base=500.0, hidden_dim=48, head_dim=16),
+    "llama": small_config(pattern="*G*G", rope=True, hidden_dim=48, ffn_dim=256, norm_eps=1e-6),
     "one_group": small_config(pattern="*-", rope=True, num_query_heads=4, num_kv_heads=1, norm_eps=1e-3),
 }
 

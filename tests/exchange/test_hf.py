@@ -113,10 +113,10 @@ def test_step_sizes_are_not_clamped(tmp_path: Path, mesh: ParallelMesh) -> None:
     assert (logits(tmp_path / "hf", tokens) - ours).abs().max() > 1e-3, "the test would not see a clamp"
 
 
-@pytest.mark.parametrize("model_class", ["NemotronHForCausalLM", "ArceeForCausalLM"])
+@pytest.mark.parametrize("model_class", ["NemotronHForCausalLM", "ArceeForCausalLM", "LlamaForCausalLM"])
 def test_a_folder_written_by_transformers_can_be_imported(model_class: str, tmp_path: Path, mesh: ParallelMesh) -> None:
     """Such folders have other keys, `layers_block_type`, BF16 throughout and other shards."""
-    config = CASES["hybrid" if model_class.startswith("N") else "transformer"]
+    config = CASES[{"N": "hybrid", "A": "transformer", "L": "llama"}[model_class[0]]]
     torch.manual_seed(1)
     made = to_hf(config) | {"time_step_min": 0.001}  # with 0, its random weights cannot be drawn
     model_type = getattr(transformers, model_class)
@@ -168,6 +168,7 @@ def test_keys_of_published_configurations_are_written_and_read(good: Path, tmp_p
     [
         ({"pattern": "M*", "rope": True}, "model.rope=true, but nemotron_h has attention without positions"),
         ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
+        ({"pattern": "*G"}, "nemotron_h has no gated FFN blocks, and llama none without positions"),
     ],
 )
 def test_a_model_that_no_architecture_computes_is_refused(changes: dict, message: str) -> None:
@@ -176,7 +177,7 @@ def test_a_model_that_no_architecture_computes_is_refused(changes: dict, message
 
 
 BAD_CONFIGS = [
-    ({"model_type": "llama"}, "model_type=llama cannot be imported; arcee, nemotron_h can"),
+    ({"model_type": "gemma"}, "model_type=gemma cannot be imported; arcee, llama, nemotron_h can"),
     ({"hybrid_override_pattern": "M-E*"}, "'E' at position 2 is no block"),
     ({"hybrid_override_pattern": None}, "neither hybrid_override_pattern nor layers_block_type"),
     ({"mlp_bias": True}, "mlp_bias=True, but only False"),

@@ -41,6 +41,8 @@ CASES = {
     "hybrid": replace(SIZES, pattern="M-*-M-"),
     "hybrid with RoPE": replace(SIZES, pattern="*MM-", rope=True, rope_base=5000.0),
     "transformer": replace(SIZES, pattern="*-*-", rope=True),
+    "gated": replace(SIZES, pattern="*G*G", rope=True),
+    "gated hybrid": replace(SIZES, pattern="M*G"),
 }
 ITERATION = "iter_0000000"
 Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
@@ -98,6 +100,10 @@ def test_exported_rows_are_in_megatrons_order(checkpoints: dict[str, Checkpoint]
             assert torch.equal(found.squeeze(1) if found.dim() == 3 else found, part.flatten(0, 1)), (name, section)
     qkv = theirs["decoder.layers.2.self_attention.linear_qkv.weight"]
     assert torch.equal(qkv, ours("blocks.2.mixer.qkv_proj.weight"))
+    export_megatron(checkpoints["gated hybrid"], tmp_path / "gated", dtype=torch.float32)
+    gate_and_up = read_by_torch(tmp_path / "gated" / ITERATION)["decoder.layers.2.mlp.linear_fc1.weight"]
+    packed = checkpoints["gated hybrid"].tensor("blocks.2.mixer.gate_up_proj.weight").unflatten(0, (6, 2, 16))
+    assert torch.equal(gate_and_up, packed.transpose(0, 1).flatten(0, 2))
     assert torch.equal(theirs["decoder.layers.4.mixer.A_log"], ours("blocks.4.mixer.ssm.A_log"))
 
 
@@ -209,7 +215,8 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         (add("decoder.layers.1.mlp.linear_fc1.bias", 96), r"linear_fc1.bias is \[96\], but missing in"),
         (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\], but \[96, 64\]"),
         (with_cross_attention, "layer 1 has cross_attention"),
-        (argument(swiglu=True), "swiglu=True; models here support only False"),
+        (argument(squared_relu=False), "squared_relu=False, swiglu=False; models here support only one of them"),
+        (argument(swiglu=True), r"linear_fc1.weight is \[96, 64\], but \[192, 64\]"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is not a positive number"),
         (add("decoder.layers.0.mixer.A_log", 0), "do not fit a model"),
         (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.mamba_num_groups=... model.num_q"),

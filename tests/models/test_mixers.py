@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from models.attention import qkv_order
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+from models.mlp import gate_up_order
 from models.positions import apply_rope, rope_tables
 from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
 from tests.models.recurrence import ssd_recurrence
@@ -85,6 +86,15 @@ def ffn_reference(x, weights, config, length):
     return (x @ weights["up_proj.weight"].t()).relu().square() @ weights["down_proj.weight"].t()
 
 
-def test_the_ffn_equals_its_formula(mesh):
-    config = small_config(pattern="-")
-    compare(build(config, mesh).blocks[0].mixer, ffn_reference, config, 5)
+def gated_reference(x, weights, config, length):
+    gate, up = (x @ weights["gate_up_proj.weight"][gate_up_order(config).argsort()].t()).chunk(2, -1)
+    return (gate * gate.sigmoid() * up) @ weights["down_proj.weight"].t()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "width", "reference"),
+    [("-", 48, ffn_reference), ("G", 48, gated_reference), ("G", 256, gated_reference)],
+)
+def test_ffns_equal_their_formulas(mesh, pattern, width, reference):
+    config = small_config(pattern=pattern, ffn_dim=width)
+    compare(build(config, mesh).blocks[0].mixer, reference, config, 5)
