@@ -137,13 +137,13 @@ class GatedMLP(MLP):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         Mixer.__init__(self, config, mesh, execution)
         self.tile = config.ffn_dim // _gate_up_groups(config)
-        self._activation = execution.recomputed(execution.pure(swiglu))
+        self._swiglu = execution.recomputed(execution.pure(swiglu))
         gate_up, down = self.linears(config)
         self.gate_up_proj = ColumnParallelLinear(gate_up.in_features, gate_up.out_features, mesh, gate_up.groups)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        return self.down_proj(self._activation(self.gate_up_proj(x_td), self.tile))
+        return self.down_proj(self._swiglu(self.gate_up_proj(x_td), self.tile))
 
     def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x_td), self.tile))

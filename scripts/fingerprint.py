@@ -72,6 +72,11 @@ CASES: dict[str, tuple[int, str]] = {
     "selective recomputation": (1, "train.activation_checkpointing=selective"),
     "block recomputation": (1, "train.activation_checkpointing=block"),
     "transformer": (1, "model=transformer_60m model.pattern=*-*- model.hidden_dim=128 model.ffn_dim=256"),
+    "gated FFNs, other formats": (
+        2,
+        "parallel.tensor=2 model.pattern=*G*G model.rope=true precision.wgrad.gradient.format=e2m1_e4m3_row "
+        "precision.fprop.weight.format=e1m2_e5m3 precision.fprop.activation.format=e4m3_tensor",
+    ),
     "measured": (1, "precision.diagnostics.interval=2 precision.recheck_interval=2"),
     "gradient noise": (1, "precision.switch.when=gradient_noise precision.switch.interval=2"),
     "tensor parallel": (2, "parallel.tensor=2 precision.diagnostics.interval=2"),

@@ -31,7 +31,7 @@ from tests.training.harness import toy_batches, train_step, whole
 # Tensor-parallel ranks can share every size: there are four KV heads and state groups. A group of in_proj has
 # 16 + 16 + 8 + 8 + 2 rows, not a multiple of 16, as in the 12B model.
 MODEL = ModelConfig(
-    pattern="M*-", vocab_size=64, hidden_dim=32, ffn_dim=64, num_query_heads=8, num_kv_heads=4, head_dim=8, rope=True,
+    pattern="M*-G", vocab_size=64, hidden_dim=32, ffn_dim=64, num_query_heads=8, num_kv_heads=4, head_dim=8, rope=True,
     mamba_num_heads=8, mamba_head_dim=8, mamba_num_groups=4, mamba_state_dim=8, mamba_chunk_size=8, init_std=0.1,
 )  # fmt: skip
 LENGTH, ROWS = 32, 2

@@ -110,7 +110,7 @@ def test_three_ranks_have_the_codes_of_one():
 def assert_codes_equal(rank: Result, one: Result) -> None:
     """The same bits. Equal gradients do not show this: a change of the smallest code of in_proj changes no gradient by
     1e-6."""
-    assert rank.codes and all(len(gemms) == 6 * 3 for gemms in rank.codes.values())
+    assert rank.codes and all(len(gemms) == 8 * 3 for gemms in rank.codes.values())
     torch.testing.assert_close(rank.codes, {key: one.codes[key] for key in rank.codes}, rtol=0, atol=0)
 
 
