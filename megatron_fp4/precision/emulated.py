@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fp4.precision import gemm_cuda
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.grouped_gemm import multiply_rows, multiply_weights
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.sums import blackwell_product
 from megatron_fp4.quantization import cuda
@@ -112,39 +113,25 @@ class GemmOperand:
         return all_tokens
 
     @property
-    def _main(self) -> Tensor:
+    def main(self) -> Tensor:
         """Values or codes [rows, k]."""
         assert isinstance(self.values, Tensor | BlockScaled), "packed codes have another shape"
         return self.values if isinstance(self.values, Tensor) else self.values.codes
 
     def part(self, dim: int, rows: slice, segment: int) -> GemmOperand:
         """Of an operand whose dimension `dim` consists of segments, one segment: its `rows`."""
-        tensors = [self._main] if isinstance(self.values, Tensor) else [self._main, self.values.scales]
-        parts = []
-        for tensor in tensors:
-            per_row = self._main.shape[dim] // max(1, tensor.shape[dim])
-            parts.append(tensor.narrow(dim, rows.start // per_row, (rows.stop - rows.start) // per_row))
-        scale = None if self.scale is None else self.scale[segment]
-        return GemmOperand(parts[0] if len(parts) == 1 else BlockScaled(*parts), scale, self.quantized)
+
+        def of(tensor: Tensor) -> Tensor:
+            per_row = self.main.shape[dim] // tensor.shape[dim]  # rows that share a scale
+            return tensor.narrow(dim, rows.start // per_row, (rows.stop - rows.start) // per_row)
+
+        values = self.values
+        part = of(values) if isinstance(values, Tensor) else BlockScaled(of(values.codes), of(values.scales))
+        return GemmOperand(part, None if self.scale is None else self.scale[segment], self.quantized)
 
     def unpacked(self) -> Tensor:
         """The values, a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
-
-
-def _joined(parts: dict[int, GemmOperand], num_segments: int, dim: int) -> GemmOperand:
-    """The operand of all segments from those that are not empty, by number, joined along dimension `dim`."""
-    first = next(iter(parts.values()))
-    if isinstance(first.values, Tensor):
-        values: Tensor | Packed = torch.cat([part.unpacked() for part in parts.values()], dim)
-    else:
-        of_parts = [(part.values.codes, part.values.scales) for part in parts.values()]  # type: ignore[union-attr]
-        values = BlockScaled(*(torch.cat(tensors, dim) for tensors in zip(*of_parts, strict=True)))
-    if first.scale is None:
-        return GemmOperand(values, None, first.quantized)
-    one = torch.ones_like(first.scale)
-    scales = [parts[number].scale if number in parts else one for number in range(num_segments)]
-    return GemmOperand(values, torch.stack(scales), first.quantized)  # type: ignore[arg-type]
 
 
 def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
@@ -279,12 +266,10 @@ class EmulatedBackend(Backend):
         The kernels compute the maxima of x here. The operands are made in the calls, so that both need not be in memory
         at once.
         """
-        if place.segments is not None:
-            of = functools.partial(functools.partial, self._in_segments, x, place)
-            stored = None if as_stored is None else of(as_stored, transposed=False)
-            return stored, None if transposed is None else of(transposed, transposed=True)
 
         def make(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
+            if kernels is None and place.segments is not None:
+                return self._in_segments(x, place, request, along == "rows")
             if kernels is None:
                 return quantize_operand(*rows_of(x, place, along == "rows"), request)
             return GemmOperand(kernels.operand(along, keep=request.keep), kernels.scales.get(along), True)
@@ -329,26 +314,30 @@ class EmulatedBackend(Backend):
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, groups)
 
     def _in_segments(self, x: Tensor, place: Place, request: OperandRequest, transposed: bool) -> GemmOperand:
-        """The operand of x as it is stored, or transposed; each segment is quantized alone. x may have the padding."""
+        """The operand of x as it is stored, or transposed. x may have the padding."""
         segments = place.segments
         assert segments is not None
-        padded_already = x.shape[0] != segments.rows or segments.padded_rows == segments.rows
-        if not request.operand.quantized and padded_already:
-            return GemmOperand(operand_rows(x.t() if transposed else x, request))
-        positions, parts = segments.padded_positions, dict[int, GemmOperand]()
-        request = replace(request, keep=False)
-        for number, (rows, padded) in enumerate(segments.sizes):
-            if padded.start < padded.stop:
-                own = x[padded if padded_already else rows]
-                own = torch.nn.functional.pad(own, (0, 0, 0, padded.stop - padded.start - len(own)))
-                at = Span(positions + padded.start if isinstance(positions, int) else positions[padded])
-                requests = (None, request) if transposed else (request, None)
-                made = self.operands(own, Place(at, place.columns), *requests)[transposed]
-                assert made is not None
-                parts[number] = made()
-        if not parts:
-            return GemmOperand(x[:0].t() if transposed else x[:0], quantized=request.operand.quantized)
-        return _joined(parts, len(segments.counts), int(transposed))
+        padded, positions = segments.pad(x) if x.shape[0] == segments.rows else x, segments.padded_positions
+
+        def made(part: Tensor, at: int | Tensor, keep: bool) -> GemmOperand:
+            asked = replace(request, keep=keep)
+            make = self.operands(
+                part, Place(Span(at), place.columns), *((None, asked) if transposed else (asked, None))
+            )
+            return make[transposed]()  # type: ignore[misc, no-any-return]
+
+        if not request.operand.quantized or not format_of(request.operand.format).tensor_scale:
+            return made(padded, positions, request.keep)
+        dim, one = int(transposed), torch.ones((), device=x.device)
+        values, scales, end = list[Tensor](), [one] * len(segments.counts), 0
+        for number, (_, rows) in enumerate(segments.sizes):
+            if rows.start < rows.stop:
+                at = rows.start + positions if isinstance(positions, int) else positions[rows]
+                operand, end = made(padded[rows], at, False), rows.stop
+                values.append(operand.unpacked())
+                scales[number] = one if operand.scale is None else operand.scale
+        rest = padded[end:].to(torch.bfloat16)  # zeros
+        return GemmOperand(torch.cat([*values, rest.t() if transposed else rest], dim), torch.stack(scales), True)
 
     def grouped_gemm(
         self,
@@ -359,28 +348,34 @@ class EmulatedBackend(Backend):
         out_dtype: torch.dtype,
         total: Tensor | None = None,
     ) -> Tensor:
-        """As `Backend.grouped_gemm`: a `gemm` for each segment."""
-        num_experts, sizes = len(segments.counts) // segments.sources, segments.sizes
-        of_weight = int(name == "dgrad")  # the dimension of b that experts share
+        """As `Backend.grouped_gemm`: by the grouped kernels, or a `gemm` for each segment."""
+        sides = [
+            side if isinstance(side.values, BlockScaled) else replace(side, values=side.unpacked()) for side in (a, b)
+        ]
+        left, right = (side.main for side in sides)
+        plain = all(isinstance(side.values, Tensor) and side.values.dtype == torch.bfloat16 for side in sides)
+        by_kernels, num_experts = plain and cuda.gpu.available(left.device), len(segments.counts) // segments.sources
         if name == "wgrad":
-            out = total
-            if out is None:
-                out = torch.zeros(
-                    num_experts, a._main.shape[0], b._main.shape[0], dtype=out_dtype, device=a._main.device
-                )
-        else:
-            size = b._main.shape[of_weight] // num_experts
-            columns = size if name == "fprop" else b._main.shape[0]
-            out = torch.empty(segments.rows, columns, dtype=out_dtype, device=a._main.device)
-        for number, (rows, padded) in enumerate(sizes):
-            if rows.start == rows.stop:
-                continue
-            expert = number // segments.sources
-            if name == "wgrad":
-                self.gemm(a.part(1, padded, number), b.part(1, padded, number), out_dtype, out[expert])
-                continue
-            right = b.part(of_weight, slice(expert * size, (expert + 1) * size), expert)
-            out[rows] = self.gemm(a.part(0, padded, number), right, out_dtype)[: rows.stop - rows.start]
+            if by_kernels:
+                return multiply_weights(left, right, a.scale, b.scale, segments, total)
+            shape = num_experts, left.shape[0], right.shape[0]
+            out = torch.zeros(shape, dtype=out_dtype, device=left.device) if total is None else total
+            for number, (_, rows) in enumerate(segments.sizes):
+                if rows.start < rows.stop:
+                    parts = (side.part(1, rows, number) for side in sides)
+                    self.gemm(*parts, out_dtype, out[number // segments.sources])
+            return out
+        dim = int(name == "dgrad")  # of b: experts share it
+        size = right.shape[dim] // num_experts
+        n, k = (right.shape[0], size) if dim else (size, right.shape[1])
+        if by_kernels:
+            return multiply_rows(left, right, a.scale, b.scale, segments, out_dtype, per_expert=(n, k))
+        out = torch.zeros(segments.rows, n, dtype=out_dtype, device=left.device)
+        for number, (rows, padded) in enumerate(segments.sizes):
+            if rows.start < rows.stop:
+                expert = number // segments.sources
+                weight = sides[1].part(dim, slice(expert * size, (expert + 1) * size), expert)
+                out[rows] = self.gemm(sides[0].part(0, padded, number), weight, out_dtype)[: rows.stop - rows.start]
         return out
 
 
@@ -399,7 +394,7 @@ def fused_kernels(
         if request is not None and request.operand.quantized and request.dtype == torch.bfloat16:
             side = side_of(request)
             kernels = format_of(side.format).kernels(side, along) if cuda.gpu.available(x.device) else None
-            if kernels is not None:
+            if kernels is not None and (place.segments is None or kernels.in_segments):
                 sides[along] = kernels, side
     if len(sides) == 2 and len({(kernels, side.format) for kernels, side in sides.values()}) == 1:
         (kernels, first), (_, second) = sides.values()

@@ -99,8 +99,11 @@ class Fused(ABC):
     its `rows` [m, k = n].
 
     scales: by direction, FP32 0-dim factors from values to real values, if the format has them. The kernels write them
-    when they make the operand.
+    when they make the operand. in_segments: whether x may consist of segments, without their padding or with it; the
+    operands then have the padding, and FP32 [segments] factors.
     """
+
+    in_segments = False
 
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         """x: BF16, or FP32, which is rounded to BF16. columns, rows: the operands along its columns and along its rows,

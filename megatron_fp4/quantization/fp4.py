@@ -22,9 +22,9 @@ from torch import Tensor
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
-from megatron_fp4.quantization.rounding import GOLDEN, WHOLE, Place, RoundingKey
+from megatron_fp4.quantization.rounding import E4M3_MAX, GOLDEN, WHOLE, Place, RoundingKey, Span
 from megatron_fp4.quantization.square_blocks import aligned, unpack_by_kernel
-from megatron_fp4.quantization.tensor import all_reduce_maxima
+from megatron_fp4.quantization.tensor import all_reduce_maxima, tensor_decode_scale
 
 # Sizes that were fastest on an H200: columns of a program, programs per multiprocessor, tiles of rows of a program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
@@ -34,12 +34,12 @@ _ROWS = 8  # of a tile, if blocks have one row
 _FOUR_OVER_SIX_BLOCKS = 128  # of a program; each thread has one
 
 _U8, _I16, _I32, _I64, _F32 = torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32
-_MEASURE = Kernel("fp4.measure_kernel", types=(None, _I32, _I32, *([1] * 6), _I32, _I32, _I64))
+_MEASURE = Kernel("fp4.measure_kernel", types=(None, _I32, _I32, *([1] * 6), _I32, _I32, _I64, _I64, _I64))
 _QUANTIZE_ALONG_COLUMNS = Kernel(
-    "fp4.quantize_columns_kernel", types=(None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3))
+    "fp4.quantize_columns_kernel", types=(None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3), _I64, _I64)
 )
 _QUANTIZE_ALONG_ROWS = Kernel(
-    "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3), _I64)
+    "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3), _I64, _I64, _I64)
 )
 _UNPACK = Kernel("fp4.unpack_kernel", types=(_I32, _I16, _I32, *([1] * 4)))
 _FOUR_OVER_SIX = Kernel("fp4.four_over_six_kernel")
@@ -137,7 +137,9 @@ class PackedColumns(_Packed):
 
 class FusedFP4(Fused):
     """NVFP4 and MXFP4 kernels for a tensor [rows, columns], both multiples of the block's size. The constructor
-    measures amax and hashes positions for stochastic rounding."""
+    measures amax, of each segment if there are segments, and hashes positions for stochastic rounding."""
+
+    in_segments = True
 
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         x = aligned(x)
@@ -145,17 +147,26 @@ class FusedFP4(Fused):
         side = columns or rows
         assert side is not None
         self.block = side.block[1]
-        assert x.shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(x.shape)}"
-        self._size = x.shape[0], x.shape[1] // self.block  # rows, and blocks along the columns
+        self._segments = segments = place.segments
+        self._shape, rows_at = x.shape, place.rows.at
+        self._rows: tuple[Tensor, Tensor] = x, x  # placeholders that no kernel reads
+        if segments is not None:
+            self._shape, rows_at = torch.Size((segments.padded_rows, x.shape[1])), segments.padded_positions
+            has_padding = x.shape[0] != segments.rows or segments.padded_rows == segments.rows
+            source = torch.arange(len(x), device=x.device) if has_padding else segments.source
+            self._rows = source, segments.segment_of
+            self.place = place = Place(Span(rows_at), place.columns)
+        assert self._shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(self._shape)}"
+        self._size = self._shape[0], x.shape[1] // self.block  # rows, and blocks along the columns
         hadamard = rows is not None and rows.hadamard > 0
         has_signs = rows is not None and hadamard and rows.signs == "fixed"
         signs = FIXED_SIGNS & ((1 << self.block) - 1) if has_signs else 0
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
         self._amax = self._hashes = self._index = self.x  # placeholders that no kernel reads
-        self._indexed = isinstance(place.rows.at, Tensor)
-        if isinstance(place.rows.at, Tensor):
-            self._index = place.rows.at
+        self._indexed = isinstance(rows_at, Tensor)
+        if isinstance(rows_at, Tensor):
+            self._index = rows_at
         assert isinstance(place.columns.at, int), "the kernels take an index of rows only"
         self._has_tensor_scale = side.format == "nvfp4"
         if self._has_tensor_scale:
@@ -163,6 +174,9 @@ class FusedFP4(Fused):
         self._measure(columns.key if columns else None, rows.key if rows else None)
         if self._has_tensor_scale:
             all_reduce_maxima(self._amax, place.amax_groups)
+            if segments is not None:
+                scales = tensor_decode_scale(self._amax[:-1].t().contiguous().view(torch.float32), E4M3_MAX)
+                self.scales = {"columns": scales[0], "rows": scales[int(hadamard)]}
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
@@ -178,11 +192,14 @@ class FusedFP4(Fused):
         stochastic = columns_key is not None or rows_key is not None
         if self._has_tensor_scale:
             self._amax = cuda.gpu.zeros(self.x.device)
+            if self._segments is not None:  # and rows after all segments
+                size = len(self._segments.counts) + 1, 2
+                self._amax = torch.zeros(size, dtype=torch.int32, device=self.x.device)
         elif not stochastic:
             return
         if stochastic:
             # Hashes of operand 0: rows, pairs of columns; of operand 1: pairs of rows (rows with an index), columns.
-            count = 3 * sum(self.x.shape) // 2 + (self.x.shape[0] // 2 if self._indexed else 0)
+            count = 3 * sum(self._shape) // 2 + (self._shape[0] // 2 if self._indexed else 0)
             self._hashes = torch.empty(count, dtype=torch.int32, device=self.x.device)
         blocks = _MEASURE_COLUMNS // self.block
         num_rows, num_blocks = self._size
@@ -196,9 +213,10 @@ class FusedFP4(Fused):
         launch(
             _MEASURE,
             (column_programs, min(row_programs, num_rows // self.block)),
-            (self.x, self._amax, self._hashes, *self._size, *starts, *key_arguments, self._index),
+            (self.x, self._amax, self._hashes, *self._size, *starts, *key_arguments, self._index, *self._rows),
             {
                 "BLOCK": self.block,
+                "SEGMENTED": self._segments is not None,
                 "AMAX": self._has_tensor_scale,
                 **self._transform,
                 "HASH_0": columns_key is not None,
@@ -218,13 +236,13 @@ class FusedFP4(Fused):
         return self._along_columns(side, keep) if along == "columns" else self._along_rows(side, keep)
 
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
-        rows, columns = self.x.shape
+        rows, columns = self._shape
         if keep:
             layouts = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
             codes, scales = new_pair(*layouts, self.x.device)
             values = self.x  # a placeholder
         else:
-            values = codes = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
+            values = codes = scales = torch.empty(self._shape, dtype=torch.bfloat16, device=self.x.device)
         square = side.block[0] > 1
         blocks = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
         tile_rows = self.block if square else _ROWS
@@ -233,9 +251,10 @@ class FusedFP4(Fused):
         launch(
             _QUANTIZE_ALONG_COLUMNS,
             grid,
-            (self.x, values, codes, scales, self._amax, decode_scale, self._hashes, *self._size, tiles),
+            (self.x, values, codes, scales, self._amax, decode_scale, self._hashes, *self._size, tiles, *self._rows),
             {
                 "BLOCK": self.block,
+                "SEGMENTED": self._segments is not None,
                 "BLOCK_ROWS": side.block[0],
                 "ROWS": tile_rows,
                 "STOCHASTIC": side.key is not None,
@@ -248,20 +267,21 @@ class FusedFP4(Fused):
 
     def _along_rows(self, side: Side, keep: bool) -> Tensor | PackedColumns:
         if keep:
-            row_blocks, width = self.x.shape[0] // self.block, self.x.shape[1] // 2
+            row_blocks, width = self._shape[0] // self.block, self._shape[1] // 2
             layouts = ((row_blocks, self.block // 4, width), torch.int32), ((row_blocks, width), torch.int16)
             out, scales = new_pair(*layouts, self.x.device)
         else:
-            out = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
+            out = scales = torch.empty(self._shape, dtype=torch.bfloat16, device=self.x.device)
         blocks = _QUANTIZE_ROWS_COLUMNS[self.block] // self.block
         grid, tiles = self._grid(blocks, self.block)
         tensors = self.x, out, scales, self._amax, self.scales.get("rows", self.x), self._hashes
         launch(
             _QUANTIZE_ALONG_ROWS,
             grid,
-            (*tensors, *self._size, tiles, self._index),
+            (*tensors, *self._size, tiles, self._index, *self._rows),
             {
                 "BLOCK": self.block,
+                "SEGMENTED": self._segments is not None,
                 "STOCHASTIC": side.key is not None,
                 "INDEXED": self._indexed,
                 "PACKED": keep,
@@ -289,6 +309,8 @@ class FusedFP4(Fused):
 
 class FusedFourOverSix(FusedFP4):
     """Four over six along the columns. The kernel writes only codes; values are unpacked from them."""
+
+    in_segments = False
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:

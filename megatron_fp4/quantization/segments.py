@@ -29,7 +29,8 @@ _PADDING_POSITIONS = 2**40
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """counts: int64 [segments], of rows, on the rows' device; each segment follows the one before. rows: their sum.
+    """counts: int64 [segments], of rows, on the rows' device; each segment follows the one before. rows: of the tensor;
+    those after all segments count as zeros.
 
     positions: int64 [rows], where each row lies in the global tensor, ascending within a segment; None: rows follow
     each other. multiple: segments are padded to it. equal: all segments have this number of rows, a multiple of
@@ -52,9 +53,8 @@ class Segments:
         micro-batches of the step (micro-batch * tokens of a micro-batch + token), ascending within a segment.
         """
         experts, rows = len(counts), len(tokens)
-        number = torch.arange(experts, device=counts.device)
-        per_expert = counts.view(experts, -1).sum(1)
-        expert_of = number.repeat_interleave(per_expert, output_size=rows)  # without the size it waits for the device
+        ends = counts.view(experts, -1).sum(1).cumsum(0)
+        expert_of = torch.searchsorted(ends, torch.arange(rows, device=counts.device), right=True)
         return cls(counts.flatten(), rows, tokens * experts + expert_of, sources=counts.numel() // experts)
 
     @classmethod
@@ -105,6 +105,13 @@ class Segments:
         counts = torch.cat((self.counts, self.counts.new_zeros(1)))
         return torch.where(within < counts[segment], self.starts[segment] + within, -1)
 
+    def pad(self, x: Tensor) -> Tensor:
+        """[rows, columns] -> [padded_rows, columns], with zeros as padding."""
+        if self.padded_rows == self.rows or not self.rows:
+            return x if self.padded_rows == self.rows else x.new_zeros(self.padded_rows, *x.shape[1:])
+        padded = x.index_select(0, self.source.clamp(min=0))
+        return padded.masked_fill_((self.source < 0)[:, None], 0)  # not a product: a row may have NaN
+
     @functools.cached_property
     def padded_positions(self) -> Tensor | int:
         """int64 [padded_rows], or the first row's position if the others follow."""
@@ -117,6 +124,21 @@ class Segments:
         if not self.rows:
             return padding
         return torch.where(self.source < 0, padding, self.positions[self.source.clamp(min=0)])
+
+    @functools.cached_property
+    def counts_and_rest(self) -> Tensor:
+        """int64 [segments + 1]: `counts`, and the rows after all segments."""
+        return torch.cat((self.counts, self.rows - self.starts[-1:]))
+
+    def tiles(self, size: int) -> tuple[Tensor, Tensor]:
+        """Every segment's rows, and the rows after all of them, in tiles of at most `size` rows of one segment: the
+        number of each tile's segment, and its first row within it. As many tiles as any counts can need: beyond the
+        last one, the first row is not below the count. int64 [tiles], contiguous."""
+        counts = self.counts_and_rest
+        starts = _starts((counts + (size - 1)) // size)
+        tile = torch.arange(self.rows // size + len(counts), device=counts.device)
+        segment = torch.searchsorted(starts[1:], tile, right=True).clamp(max=len(counts) - 1)
+        return segment, (tile - starts[segment]) * size
 
     @functools.cached_property
     def sizes(self) -> list[tuple[slice, slice]]:

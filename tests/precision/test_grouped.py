@@ -34,11 +34,20 @@ class Lone(LinearContext):
         return Place(Span(self.tokens))
 
 
-def routed(counts: list[list[int]]) -> Tensor:
-    """Which tokens of 1024 each row is of, ascending in every segment; never contiguous."""
+def of_experts(counts: Tensor, rest: int = 0) -> Tensor:
+    """The tokens, from 5000 on, that rows are of: ascending in every segment, not contiguous. rest: rows after all."""
     draws = torch.Generator().manual_seed(3)
-    chosen = [torch.randperm(1024, generator=draws)[:count].sort().values for of in counts for count in of]
-    return 5000 + torch.cat(chosen)
+    numbers = [torch.randperm(1024, generator=draws)[:count].sort().values for count in counts.flatten().tolist()]
+    return torch.cat((5000 + torch.cat(numbers), torch.zeros(rest, dtype=torch.int64)))
+
+
+def tensors(counts: Tensor, rest: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and dy. Experts have tokens and weights of other sizes, so that the scale of another gives other codes."""
+    x, _, dy = ref.tensors(int(counts.sum()) + rest, INPUTS, OUTPUTS, dtype=torch.bfloat16)
+    sizes = torch.tensor([1.0, 3.0, 0.2, 7.0]).repeat_interleave(counts.view(4, -1).sum(1))
+    sizes = torch.cat((sizes, torch.full((rest,), 100.0)))[:, None]
+    w = torch.stack([ref.tensors(1, INPUTS, OUTPUTS, seed)[1] * (1 + seed) for seed in range(4)])
+    return (x * sizes).bfloat16(), w, (dy * sizes).bfloat16()
 
 
 def lone_linears(
@@ -74,13 +83,7 @@ def lone_linears(
 @pytest.mark.parametrize("name", ref.RECIPES)
 def test_codes_and_products_are_those_of_a_lone_linear_for_each_segment(name: str, counts: list) -> None:
     recipe, counted = ref.RECIPES[name], torch.tensor(counts)
-    of_experts = [[count] if isinstance(count, int) else count for count in counts]
-    x, _, dy = ref.tensors(int(counted.sum()), INPUTS, OUTPUTS, dtype=torch.bfloat16)
-    # Experts have weights and tokens of other sizes: another's tensor scale gives other codes.
-    sizes = torch.tensor([1.0, 3.0, 0.2, 7.0]).repeat_interleave(counted.view(4, -1).sum(1))[:, None]
-    x, dy = (x * sizes).bfloat16(), (dy * sizes).bfloat16()
-    w = torch.stack([ref.tensors(1, INPUTS, OUTPUTS, seed)[1] * (1 + seed) for seed in range(4)])
-    tokens, results = routed(of_experts), []
+    (x, w, dy), tokens, results = tensors(counted), of_experts(counted), []
     for keeps_input in (False, True):
         context = LinearContext("experts", recipe, StepState(seed=1, step=4, micro_batch=2), keeps_input=keeps_input)
         inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -88,6 +91,6 @@ def test_codes_and_products_are_those_of_a_lone_linear_for_each_segment(name: st
         y.backward(dy)
         assert weight.grad is not None
         results.append((y.detach(), inputs.grad, weight.grad))
-    expected = lone_linears(x, w, dy, recipe, of_experts, tokens)
+    expected = lone_linears(x, w, dy, recipe, counted.view(4, -1).tolist(), tokens)
     for found in results:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))

@@ -40,11 +40,16 @@ def tiles_of_program(num_tiles, tiles_per_program, program):
 
 
 @triton.jit
-def load_tile(x_ptr, offsets, width, ROWS: tl.constexpr, FP32: tl.constexpr):
-    """A tuple of ROWS rows of pairs. FP32 input, which is loaded as pairs in 64 bits, is rounded to BF16."""
+def load_tile(x_ptr, offsets, width, source_ptr, ROWS: tl.constexpr, FP32: tl.constexpr, SEGMENTED: tl.constexpr):
+    """A tuple of ROWS rows of pairs. FP32 input, which is loaded as pairs in 64 bits, is rounded to BF16. With
+    SEGMENTED, `source_ptr` has the number of each row; that of zeros is negative."""
     rows = ()
     for r in tl.static_range(ROWS):
-        pair = tl.load(x_ptr + (r * width + offsets))
+        if SEGMENTED:
+            source = tl.load(source_ptr + r)
+            pair = tl.load(x_ptr + source * width + offsets, source >= 0, 0)
+        else:
+            pair = tl.load(x_ptr + (r * width + offsets))
         if FP32:
             even = pair.to(tl.int32).to(tl.float32, bitcast=True)
             odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -134,16 +139,17 @@ def largest_of(pair):
 
 
 @triton.jit
-def tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr):
-    """S / 6 and 1 / S for NVFP4's tensor scale S; one program stores amax / 2688. MXFP4 has no tensor scale: 1, 1."""
+def tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr, STORES: tl.constexpr):
+    """S / 6 and 1 / S for NVFP4's tensor scale S; MXFP4 has none: 1, 1. STORES: one program stores amax / 2688."""
     if BLOCK != 16:
         return 1.0, 1.0
     else:
         amax = tl.load(amax_ptr)
         scale = nan_min(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
         scale = tl.where(scale == 0.0, 1.0, scale)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(decode_ptr, tl.div_rn(amax, 2688.0))
+        if STORES:  # noqa: SIM102 (a condition on a constant)
+            if tl.program_id(0) + tl.program_id(1) == 0:
+                tl.store(decode_ptr, tl.div_rn(amax, 2688.0))
         return scale * 0.1666666716337204, reciprocal(scale)
 
 

@@ -19,6 +19,10 @@ No load or store has a mask: a program that reaches beyond the last column works
 same values as another program. CUDA allows 2^31 programs along the first axis of a grid and 65535 along the others, so
 the kernels that go over all tiles have one axis.
 
+With SEGMENTED, x consists of segments (`quantization/segments.py`) with a tensor scale each, and x has not got the
+padding of their operands: rows of x are loaded by their numbers, and amax is one for each segment. A tile of BLOCK rows
+belongs to one segment. Rows after all segments count as one more.
+
 "Values" are `code * block scale` in BF16, which is exact, in the layout of x: a GEMM reads either orientation, so
 nothing is transposed. A block along the rows, which is 16 (32) rows of one column, belongs to one thread, and so does a
 tile of the Hadamard transform: both are chains of elementwise operations on one vector per row. The unit of all data is
@@ -100,7 +104,10 @@ def measure_kernel(
     key_0_ptr,  # int32 [2]: to be added to start_row_0 and start_column_0, with DEVICE_KEY_0
     key_1_ptr,
     index_ptr,  # int64 [rows]: positions of rows in the global tensor, with INDEXED; row pairs are then single rows
+    source_ptr,  # int64 [rows]: the row in x, or -1: zeros; with SEGMENTED
+    segment_ptr,  # int64 [rows]: the row's segment; with SEGMENTED
     BLOCK: tl.constexpr,
+    SEGMENTED: tl.constexpr,
     AMAX: tl.constexpr,  # whether to measure amax; MXFP4 has no tensor scale
     HADAMARD: tl.constexpr,
     SIGNS: tl.constexpr,
@@ -129,7 +136,11 @@ def measure_kernel(
     largest_transformed = tl.zeros([BLOCKS, PAIRS], tl.float32)
     for tile in range(tl.program_id(1), num_rows // BLOCK, tl.num_programs(1)):
         if AMAX:
-            pairs = load_tile(x_ptr + as_long(tile) * BLOCK * width, offsets, width, BLOCK, FP32)
+            tile_ptr = x_ptr if SEGMENTED else x_ptr + as_long(tile) * BLOCK * width
+            pairs = load_tile(tile_ptr, offsets, width, source_ptr + tile * BLOCK, BLOCK, FP32, SEGMENTED)
+            if SEGMENTED:
+                largest = tl.zeros([BLOCKS, PAIRS], tl.int32)
+                largest_transformed = tl.zeros([BLOCKS, PAIRS], tl.float32)
             for r in tl.static_range(BLOCK):
                 largest = max_pair(largest, abs_pair(pairs[r]))
             if HADAMARD:
@@ -142,6 +153,10 @@ def measure_kernel(
                 odd = butterflies(odd, BLOCK, SIGNS, FACTOR)
                 for r in tl.static_range(BLOCK):
                     largest_transformed = nan_max(largest_transformed, nan_max(tl.abs(even[r]), tl.abs(odd[r])))
+            if SEGMENTED:
+                update_maxima(
+                    amax_ptr + 2 * tl.load(segment_ptr + tile * BLOCK), largest, largest_transformed, HADAMARD
+                )
         if HASH_0:
             if tl.program_id(0) == 0:
                 rows = tile * BLOCK + tl.arange(0, BLOCK)
@@ -164,13 +179,19 @@ def measure_kernel(
             columns_ptr = hash_ptr + num_rows + width + (num_rows if INDEXED else num_rows // 2) + offsets
             tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets))
             tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1))
-    if AMAX:
-        # As integers, the bits of non-negative floats compare like the floats, and NaN is larger than infinity.
-        tl.atomic_max(amax_ptr, tl.max(tl.max(largest_of(largest).to(tl.int32, bitcast=True), 1), 0))
-        if HADAMARD:
-            # Rounding is monotonic: the largest rounded magnitude is the rounded largest magnitude.
-            largest_transformed = even_of(round_pair(largest_transformed, largest_transformed))
-            tl.atomic_max(amax_ptr + 1, tl.max(tl.max(largest_transformed.to(tl.int32, bitcast=True), 1), 0))
+    if AMAX and not SEGMENTED:
+        update_maxima(amax_ptr, largest, largest_transformed, HADAMARD)
+
+
+@triton.jit
+def update_maxima(amax_ptr, largest, largest_transformed, HADAMARD: tl.constexpr):
+    """Update the bits of amax and of the transformed amax by pairs of magnitudes, and by transformed magnitudes."""
+    # As integers, the bits of non-negative floats compare like the floats, and NaN is larger than infinity.
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest_of(largest).to(tl.int32, bitcast=True), 1), 0))
+    if HADAMARD:
+        # Rounding is monotonic: the largest rounded magnitude is the rounded largest magnitude.
+        largest_transformed = even_of(round_pair(largest_transformed, largest_transformed))
+        tl.atomic_max(amax_ptr + 1, tl.max(tl.max(largest_transformed.to(tl.int32, bitcast=True), 1), 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "tiles_per_program"])
@@ -185,7 +206,10 @@ def quantize_columns_kernel(
     num_rows,
     num_blocks,
     tiles_per_program,  # at most; tiles of ROWS rows
+    source_ptr,  # as in measure_kernel
+    segment_ptr,
     BLOCK: tl.constexpr,  # 16: NVFP4, 32: MXFP4
+    SEGMENTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # 1 or BLOCK
     ROWS: tl.constexpr,  # of a tile; BLOCK for square blocks
     STOCHASTIC: tl.constexpr,
@@ -202,16 +226,21 @@ def quantize_columns_kernel(
     first, count = tiles_of_program(num_rows // ROWS, tiles_per_program, tl.program_id(0) // across)
     offsets = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     width = num_blocks * PAIRS
-    sixth, inverse = tensor_scale(amax_ptr, decode_ptr, BLOCK)
+    sixth, inverse = tensor_scale(amax_ptr, decode_ptr, BLOCK, not SEGMENTED)
     if STOCHASTIC:
         hash_columns = tl.load(hash_ptr + num_rows + offsets)
-    x_ptr += as_long(first) * ROWS * width
+    if not SEGMENTED:
+        x_ptr += as_long(first) * ROWS * width
     out_ptr = (codes_ptr if PACKED else values_ptr) + as_long(first) * ROWS * width
     scales_ptr += as_long(first) * ROWS * num_blocks
     for i in range(0, count):
         tile = count - 1 - i
         tile_offsets = tile * ROWS * width + offsets
-        pairs = load_tile(x_ptr, tile_offsets, width, ROWS, FP32)
+        x_offsets = offsets if SEGMENTED else tile_offsets
+        pairs = load_tile(x_ptr, x_offsets, width, source_ptr + (first + tile) * ROWS, ROWS, FP32, SEGMENTED)
+        if SEGMENTED:
+            segment = tl.load(segment_ptr + (first + tile) * ROWS)
+            sixth, inverse = tensor_scale(amax_ptr + 2 * segment, decode_ptr, BLOCK, False)
         if BLOCK_ROWS > 1:
             largest = abs_pair(pairs[0])
             for r in tl.static_range(1, ROWS):
@@ -250,8 +279,11 @@ def quantize_rows_kernel(
     num_rows,
     num_blocks,
     tiles_per_program,  # at most; tiles of BLOCK rows
-    index_ptr,  # as in measure_kernel
+    index_ptr,  # these three as in measure_kernel
+    source_ptr,
+    segment_ptr,
     BLOCK: tl.constexpr,
+    SEGMENTED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     INDEXED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -269,18 +301,24 @@ def quantize_rows_kernel(
     first, count = tiles_of_program(num_rows // BLOCK, tiles_per_program, tl.program_id(0) // across)
     offsets = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     width = num_blocks * PAIRS
-    sixth, inverse = tensor_scale(amax_ptr + (1 if HADAMARD else 0), decode_ptr, BLOCK)
+    amax_ptr += 1 if HADAMARD else 0
+    sixth, inverse = tensor_scale(amax_ptr, decode_ptr, BLOCK, not SEGMENTED)
     if STOCHASTIC:
         hash_ptr += num_rows + width
         row_hashes = num_rows if INDEXED else num_rows // 2
         hash_even = tl.load(hash_ptr + row_hashes + offsets)
         hash_odd = tl.load(hash_ptr + row_hashes + width + offsets)
-    x_ptr += as_long(first) * BLOCK * width
+    if not SEGMENTED:
+        x_ptr += as_long(first) * BLOCK * width
     values_ptr += as_long(first) * (BLOCK // 4 if PACKED else BLOCK) * width
     scales_ptr += as_long(first) * width
     for i in range(0, count):
         tile = count - 1 - i
-        pairs = load_tile(x_ptr, tile * BLOCK * width + offsets, width, BLOCK, FP32)
+        x_offsets = offsets if SEGMENTED else tile * BLOCK * width + offsets
+        pairs = load_tile(x_ptr, x_offsets, width, source_ptr + (first + tile) * BLOCK, BLOCK, FP32, SEGMENTED)
+        if SEGMENTED:
+            segment = tl.load(segment_ptr + (first + tile) * BLOCK)
+            sixth, inverse = tensor_scale(amax_ptr + 2 * segment, decode_ptr, BLOCK, False)
         if HADAMARD:
             pairs = hadamard_tile(pairs, BLOCK, SIGNS, FACTOR)
         largest = abs_pair(pairs[0])

@@ -1,0 +1,86 @@
+"""Launches the grouped GEMMs of `quantization/kernels/grouped_gemm.py`. On a CPU `emulated.py` multiplies each segment.
+
+`torch.nn.functional.grouped_mm` does not serve: its output has the operands' dtype, and a tensor scale that is applied
+after a rounding to BF16 changes a quarter of the results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.cuda import Kernel, launch
+from megatron_fp4.quantization.segments import Segments
+
+# Tiles (rows, columns, dot product), which fill the shared memory of an H100 with `num_stages`.
+_ROWS_TILE, _WEIGHTS_TILE = (128, 256, 64), (128, 256, 64)
+_ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8)
+_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=8)
+
+
+def multiply_rows(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    segments: Segments,
+    out_dtype: torch.dtype,
+    *,
+    per_expert: tuple[int, int],
+) -> Tensor:
+    """scale_a scale_b (a b^T) of each segment with its expert's b: [rows, n] in `out_dtype`.
+
+    a: BF16 [padded rows, k], contiguous. b: BF16 of all experts. per_expert: (n, k) of an expert; b is [experts * n, k]
+    or [n, experts * k]. scale_a: FP32 [segments]; scale_b: FP32 [experts]; None: 1.
+    """
+    (n, k), (block_m, block_n, block_k) = per_expert, _ROWS_TILE
+    a, in_rows = a.contiguous(), b.shape[1] == k
+    segment, first = segments.tiles(block_m)
+    out = torch.empty(segments.rows, n, dtype=out_dtype, device=a.device)
+    sizes = len(segments.counts), len(segment), n, k, k, (n * b.stride(0) if in_rows else k * b.stride(1)), *b.stride()
+    tensors = segment, first, segments.counts_and_rest, segments.starts, segments.padded_starts
+    launch(
+        _ROWS,
+        (len(segment) * -(-n // block_n),),
+        (a, b, out, a if scale_a is None else scale_a, a if scale_b is None else scale_b, *tensors, *sizes),
+        {
+            "SOURCES": segments.sources,
+            "SCALE_A": scale_a is not None,
+            "SCALE_B": scale_b is not None,
+            "EVEN_N": n % block_n == 0,
+            "EVEN_K": k % block_k == 0,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+    )
+    return out
+
+
+def multiply_weights(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, segments: Segments, total: Tensor | None
+) -> Tensor:
+    """The sum of scale_a scale_b (a b^T) over the segments of each expert: FP32 [experts, m, n], added to `total`.
+
+    a: BF16 [m, padded rows]; b: BF16 [n, padded rows]; as views of contiguous [padded rows, m], [padded rows, n].
+    scale_a, scale_b: FP32 [segments]; None: 1.
+    """
+    a, b, (block_m, block_n, block_k) = a.t().contiguous(), b.t().contiguous(), _WEIGHTS_TILE
+    m, n, num_experts = a.shape[1], b.shape[1], len(segments.counts) // segments.sources
+    out = torch.empty(num_experts, m, n, device=a.device) if total is None else total
+    scales = a if scale_a is None else scale_a, a if scale_b is None else scale_b
+    launch(
+        _WEIGHTS,
+        (num_experts * -(-m // block_m) * -(-n // block_n),),
+        (a, b, out, *scales, segments.padded_starts, m, n, m, n),
+        {
+            "SOURCES": segments.sources,
+            "SCALE_A": scale_a is not None,
+            "SCALE_B": scale_b is not None,
+            "ADD": total is not None,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+    )
+    return out
