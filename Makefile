@@ -84,7 +84,7 @@ $(VENV)/.triton: $(VENV)/.installed
 	@touch $@
 
 # The files of tests/gpu that launch kernels; their tests that need more are in tests/interpreted/plugin.py.
-KERNEL_TESTS := $(patsubst %,tests/gpu/test_%.py,quantizers gathered_codes linear_cuda tiled_attention cross_entropy exact_norm)
+KERNEL_TESTS := $(patsubst %,tests/gpu/test_%.py,quantizers gathered_codes linear_cuda grouped tiled_attention cross_entropy exact_norm)
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton $(BIN)/python -m pytest -p tests.interpreted.plugin
 
 test-kernels: $(VENV)/.triton

@@ -69,7 +69,7 @@ STEPS = (
     tests("tensor parallel, repeated", "test_repeatable", only="tensor", gpus=2, needs=FUSED),
     tests("tuned kernels in a checkpoint", "test_repeatable", only="checkpoint", needs=FUSED),
     Step("bits of every kind of short run", ("scripts/fingerprint.py", "--jobs", "4"), r"^nvfp4 .*"),
-    tests("quantizers and linears", "test_quantizers", "test_linear_cuda"),
+    tests("quantizers and linears", "test_quantizers", "test_linear_cuda", "test_grouped"),
     tests("whole short runs", "test_runs"),
     tests("Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
     tests("the backend torch", "test_torch_backend"),
