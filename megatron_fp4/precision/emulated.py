@@ -326,7 +326,7 @@ class EmulatedBackend(Backend):
             )
             return make[transposed]()  # type: ignore[misc, no-any-return]
 
-        if not request.operand.quantized or not format_of(request.operand.format).tensor_scale:
+        if not request.operand.quantized or not format_of(request.operand.format).scope:
             return made(padded, positions, request.keep)
         dim, one = int(transposed), torch.ones((), device=x.device)
         values, scales, end = list[Tensor](), [one] * len(segments.counts), 0
@@ -336,7 +336,7 @@ class EmulatedBackend(Backend):
                 operand, end = made(padded[rows], at, False), rows.stop
                 values.append(operand.unpacked())
                 scales[number] = one if operand.scale is None else operand.scale
-        rest = padded[end:].to(torch.bfloat16)  # zeros
+        rest = padded[end:].to(values[0].dtype if values else torch.bfloat16)  # zeros
         return GemmOperand(torch.cat([*values, rest.t() if transposed else rest], dim), torch.stack(scales), True)
 
     def grouped_gemm(
@@ -354,6 +354,7 @@ class EmulatedBackend(Backend):
         ]
         left, right = (side.main for side in sides)
         plain = all(isinstance(side.values, Tensor) and side.values.dtype == torch.bfloat16 for side in sides)
+        plain = plain and (self.sums == "fp32" or not a.quantized or not b.quantized)
         by_kernels, num_experts = plain and cuda.gpu.available(left.device), len(segments.counts) // segments.sources
         if name == "wgrad":
             if by_kernels:
@@ -362,8 +363,8 @@ class EmulatedBackend(Backend):
             out = torch.zeros(shape, dtype=out_dtype, device=left.device) if total is None else total
             for number, (_, rows) in enumerate(segments.sizes):
                 if rows.start < rows.stop:
-                    parts = (side.part(1, rows, number) for side in sides)
-                    self.gemm(*parts, out_dtype, out[number // segments.sources])
+                    x, y = (side.part(1, rows, number) for side in sides)
+                    self.gemm(x, y, out_dtype, out[number // segments.sources])
             return out
         dim = int(name == "dgrad")  # of b: experts share it
         size = right.shape[dim] // num_experts
