@@ -50,6 +50,7 @@ from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run, wr
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training.build import configuration_errors, device_type_of, join_ranks, plans_of
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
+from megatron_fp4.training.callbacks.experts import Experts
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import Profile
@@ -152,6 +153,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         SelfTest(),
         LinearCheck() if config.precision.recheck_interval else None,  # raises before others use the step's numbers
         Switch(),  # before all callbacks that read a recipe
+        Experts(),  # changes buffers, which others compare, save and use
         ReplayCheck() if config.run.replay_interval else None,
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),

@@ -48,6 +48,7 @@ from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check, execution_of, plans_of, why_eager
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
+from megatron_fp4.training.callbacks.experts import Experts
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, SelfTest, Switch
 from megatron_fp4.training.trainer import Trainer
@@ -197,6 +198,7 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
         SelfTest(),
         *([LinearCheck()] if config.precision.recheck_interval else []),
         Switch(),
+        Experts(),
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
         Spikes(config.spikes),
     ]

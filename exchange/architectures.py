@@ -1,7 +1,7 @@
 """Our models as architectures of transformers: name, shape and row order of every tensor, and config.json in both
 directions.
 
-nemotron_h   hybrids of Mamba-2, attention without positions, and squared-ReLU FFNs
+nemotron_h   hybrids of Mamba-2, attention without positions, squared-ReLU FFNs, and experts
 arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; one of its layers is two of our blocks
 llama        the same with gated FFNs (SwiGLU)
 
@@ -42,6 +42,9 @@ def architecture_of(config: ModelConfig) -> str:
         if gated := [mixer.name for mixer in blocks if mixer.hugging_face and not mixer.hugging_face.types]:
             without = "without positions" if alternating else f"in model.pattern={config.pattern}"
             raise ValueError(f"{no_architecture}{NEMOTRON_H} has no {gated[0]} blocks, and {LLAMA} none {without}")
+        for key, value in (item for block in _of_pattern(config.pattern) for item in block.without_key.items()):
+            if (ours := getattr(config, key)) != value:
+                raise ValueError(f"{no_architecture}model.{key}={ours}, and {NEMOTRON_H} has only {value}")
         return NEMOTRON_H
     problem = None
     if not alternating:
@@ -75,6 +78,23 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
     return sections | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
 
 
+def _of_pattern(pattern: str) -> list[HuggingFaceBlock]:
+    """The forms of nemotron_h's blocks whose keys the config.json of a model with this pattern has."""
+    return [block for letter, block in _published() if block.keys_always or letter in pattern]
+
+
+def _settings(name: str, pattern: str) -> dict[str, tuple[str, Any]]:
+    """Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys)."""
+    blocks = _of_pattern(pattern) if name == NEMOTRON_H else []
+    return _SETTINGS[name] | {ours: theirs for block in blocks for ours, theirs in block.settings.items()}
+
+
+def _fixed(name: str, pattern: str) -> dict[str, Any]:
+    """Values that a model must have to be one of ours; a missing key is accepted."""
+    blocks = _of_pattern(pattern) if name == NEMOTRON_H else []
+    return _FIXED[name] | {key: value for block in blocks for key, value in block.fixed.items()}
+
+
 def _published() -> Iterator[tuple[str, HuggingFaceBlock]]:
     """Letter and form of every kind of block of nemotron_h."""
     forms = ((letter, mixer.hugging_face) for letter, mixer in MIXERS.items())
@@ -94,7 +114,7 @@ def _transformer(hidden: int, ffn: int, eps: float) -> dict[str, tuple[str, Any]
     }
 
 
-# Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys).
+# `_settings` and `_fixed` without those of nemotron_h's blocks.
 _SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
     ARCEE: _transformer(2560, 18432, 1e-5),
     LLAMA: _transformer(4096, 11008, 1e-6),
@@ -103,10 +123,8 @@ _SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
         "hidden_dim": ("hidden_size", 4096),
         "init_std": ("initializer_range", 0.02),
         "norm_eps": ("layer_norm_epsilon", 1e-5),
-        **{ours: theirs for _, block in _published() for ours, theirs in block.settings.items()},
     },
 }
-# Values that a model must have to be one of ours; a missing key is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
     **{
         name: {"hidden_act": activation, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
@@ -116,7 +134,6 @@ _FIXED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "residual_in_fp32": False,
         "num_nextn_predict_layers": 0,
-        **{key: value for _, block in _published() for key, value in block.fixed.items()},
     },
 }
 # A key of nemotron_h -> its name in the configurations of other programs.
@@ -128,8 +145,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     name = architecture_of(config)
     described = {
         "model_type": name,
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SETTINGS[name].items()},
-        **{key: value for key, value in _FIXED[name].items() if value is not None},
+        **{theirs: getattr(config, ours) or None for ours, (theirs, _) in _settings(name, config.pattern).items()},
+        **{key: value for key, value in _fixed(name, config.pattern).items() if value is not None},
         "attention_dropout": 0.0,
     }
     if name in _LAYERS:
@@ -167,11 +184,13 @@ def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
     name = content.get("model_type")
     if name not in _SETTINGS:
         raise ValueError(f"model_type={name} cannot be imported; {', '.join(_SETTINGS)} can")
-    config = {theirs: default for theirs, default in _SETTINGS[name].values() if default is not None}
+    letters = _pattern(content) if name == NEMOTRON_H else ""
+    settings = _settings(name, letters)
+    config = {theirs: default for theirs, default in settings.values() if default is not None}
     if name == NEMOTRON_H:
         config |= {key: content[elsewhere] for key, elsewhere in _ELSEWHERE.items() if elsewhere in content}
     config |= content
-    for key, value in _FIXED[name].items():
+    for key, value in _fixed(name, letters).items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, but only {value} can be imported")
     if name in _LAYERS:
@@ -191,10 +210,8 @@ def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
         limits = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in given]
         if limits != [0.0, math.inf]:
             raise ValueError(f"time_step_limit={limits}; training here does not clamp the step sizes of Mamba-2")
-        special = {"pattern": _pattern(config), "rope": False}
-    return special | {
-        ours: config[theirs] for ours, (theirs, _) in _SETTINGS[name].items() if config.get(theirs) is not None
-    }
+        special = {"pattern": letters, "rope": False}
+    return special | {ours: config[theirs] for ours, (theirs, _) in settings.items() if config.get(theirs) is not None}
 
 
 def _pattern(config: Mapping[str, Any]) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from data.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from exchange.architectures import sections_of, to_hf
@@ -31,6 +33,7 @@ from exchange.nvfp4 import (
 )
 from exchange.tokenizer import check_exported_tokenizer
 from megatron_fp4.checkpoint.files import read_plain
+from megatron_fp4.precision.plan import PlannedLinear
 from megatron_fp4.precision.verify import difference
 
 
@@ -106,13 +109,10 @@ class FolderCheck:
         scale."""
         problems, modules = list[str](), 0
         for name, row in self.rows.items():
-            master = self.checkpoint.tensor(name)
-            values, scale = multiplied_weight(master, row, compute_dtype)
-            if layout.inverse:  # the inverse of the GEMM's scale, rounded separately
-                amax = master.to(compute_dtype).abs().amax().to(torch.float32)
-                largest = 6.0 * (256.0 if row.recipe.fprop.right.four_over_six else 448.0)
-                scale = torch.tensor([largest]) / amax if amax > 0 else torch.ones(1)
-            for part in self.sections[name]:
+            ours, parts = self.checkpoint.tensor(name), self.sections[name]
+            for part in parts:
+                if part is parts[0] or part.expert is not None:
+                    values, scale = self._multiplied(part.matrix(ours), row, layout, compute_dtype)
                 modules += 1
                 stored = layout.names(part.module)
                 if not self.folder.names.issuperset(stored):
@@ -123,11 +123,22 @@ class FolderCheck:
                 except ValueError as error:
                     problems.append(f"{part.module}: {error}")
                     continue
-                expected = part.published(values) + 0.0
+                expected = replace(part, expert=None).published(values) + 0.0
                 problems.append(difference(f"elements of {part.module}, decoded,", values_in_folder, expected))
                 problems.append(difference(f"elements of {stored[-1]}", tensor, scale))
         extent = f"{len(self.rows)} linears, {modules} modules"
         return Finding("NVFP4 weights, decoded", extent, [*filter(None, problems)])
+
+    def _multiplied(
+        self, master: Tensor, row: PlannedLinear, layout: Layout, compute_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`multiplied_weight`, with the tensor scale as the layout stores it."""
+        values, scale = multiplied_weight(master, row, compute_dtype)
+        if layout.inverse:  # the inverse of the GEMM's scale, rounded separately
+            amax = master.to(compute_dtype).abs().amax().to(torch.float32)
+            largest = 6.0 * (256.0 if row.recipe.fprop.right.four_over_six else 448.0)
+            scale = torch.tensor([largest]) / amax if amax > 0 else torch.ones(1)
+        return values, scale
 
     def _input_scales(self, layout: Layout) -> Finding:
         """Scales of inputs are positive numbers, equal for modules that engines fuse (q, k and v)."""

@@ -110,8 +110,9 @@ def _encoded(
         if nvfp4 is not None and row is not None:
             inputs = nvfp4.largest_inputs
             largest = None if inputs is None else inputs[row.linear.name]
-            made = trained_weight(ours, row, nvfp4.trained.compute_dtype)
             for part in parts:
+                if part is parts[0] or part.expert is not None:
+                    made = trained_weight(part.matrix(ours), row, nvfp4.trained.compute_dtype)
                 codes = made if part.rows is None else reordered(made, part.rows)
                 yield from nvfp4.layout.tensors(part.module, codes, largest).items()
         else:

@@ -277,10 +277,16 @@ LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
     """The modules that engines must not treat as quantized: linears in BF16, the head, and convolutions (some engines
     compute these with a class for linears). These are all modules with weights of more than one dimension, except the
-    embedding and `quantized` (linears, by our names)."""
+    embedding and `quantized` (linears, by our names). Engines fuse the experts of a block into one module."""
     left_out = {"embedding", *quantized}
     plain = [parts for name, parts in sections.items() if name.removesuffix(".weight") not in left_out]
-    return [part.module for parts in plain for part in parts if len(part.shape) > 1]
+    modules = (
+        part.module if part.expert is None else part.module.rpartition(f".{part.expert}.")[0]
+        for parts in plain
+        for part in parts
+        if len(part.shape) > 1
+    )
+    return [*dict.fromkeys(modules)]
 
 
 def quantization_config(layout: Layout, excluded: Collection[str], calibrated: bool) -> dict[str, Any]:

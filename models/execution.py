@@ -33,8 +33,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -140,6 +141,37 @@ def recomputed(function: Callable[P, R]) -> Callable[P, R]:
 def recompute_saved() -> AbstractContextManager[Any]:
     """A context in which autograd saves the recomputation of a marked result, or of a view of one, instead of it."""
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+# Inside a forward pass that will be recomputed: keeps what is decided. Inside the recomputation: gives it back.
+_kept_decisions: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("kept_decisions", default=None)
+
+
+def decided(decide: Callable[[], R]) -> R:
+    """The result of `decide`. If this is the recomputation of a forward pass, the result that it had there, without
+    calling `decide`: a router must not count twice, nor choose other experts after other roundings."""
+    keep = _kept_decisions.get()
+    return decide() if keep is None else keep(decide)
+
+
+def contexts_of_decisions() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a forward pass and of its recomputation, for torch's `checkpoint`."""
+    decisions = list[Any]()
+
+    def keep(decide: Callable[[], Any]) -> Any:
+        decisions.append(decide())
+        return decisions[-1]
+
+    return _deciding_by(keep), _deciding_by(lambda decide: decisions.pop(0))
+
+
+@contextmanager
+def _deciding_by(keep: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    token = _kept_decisions.set(keep)
+    try:
+        yield
+    finally:
+        _kept_decisions.reset(token)
 
 
 class _Recomputation:

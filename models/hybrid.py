@@ -5,7 +5,8 @@ Each character of the pattern is one block, `h = h + mixer(norm(h))`:
     M  Mamba-2        models/mamba2.py
     *  attention      models/attention.py
     -  FFN            models/mlp.py
-    G  gated FFN      models/mlp.py             (the table is in models/pattern.py)
+    G  gated FFN      models/mlp.py
+    E  experts        models/moe.py             (the table is in models/pattern.py)
 
 The hidden state between blocks is h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence, with the
 sequence as the inner dimension. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the
@@ -30,7 +31,7 @@ from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.execution import PLAIN, Execution, recompute_saved
+from models.execution import PLAIN, Execution, contexts_of_decisions, recompute_saved
 from models.mixer import Mixer, RMSNorm
 from models.pattern import MIXERS, check_model
 from models.positions import Documents, NewTokens
@@ -61,8 +62,9 @@ class Block(nn.Module):
         if recompute == "block" and torch.is_grad_enabled():
             # No generator state is needed: random numbers here depend only on the run's StepState.
             return checkpoint(
-                self._forward, h_td, sequence_length, documents, use_reentrant=False, preserve_rng_state=False
-            )
+                self._forward, h_td, sequence_length, documents,
+                use_reentrant=False, preserve_rng_state=False, context_fn=contexts_of_decisions,
+            )  # fmt: skip
         with recompute_saved() if recompute == "selective" else nullcontext():
             return self._forward(h_td, sequence_length, documents)
 
@@ -155,7 +157,11 @@ class HybridModel(nn.Module):
             return head_loss(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
 
         mean_loss = self.head(h_td, loss=loss)
-        for auxiliary_loss in auxiliary_losses:  # adds its gradient; its value is 0, so that losses stay comparable
+        if auxiliary_losses:
+            # A sequence has the weight of its targets, as in the loss, so that it is the same in any micro-batch.
+            counted = (targets >= 0).sum(1) / (targets.numel() if num_targets is None else max(num_targets, 1))
+            auxiliary_loss = torch.stack([(loss * counted).sum() for loss in auxiliary_losses]).sum()
+            # Only the gradient: the value stays comparable.
             mean_loss = mean_loss + (auxiliary_loss - auxiliary_loss.detach())
         return mean_loss
 
@@ -188,11 +194,15 @@ class HybridModel(nn.Module):
 
     def mixers(self) -> list[Mixer]:
         """The mixers of all blocks, in order."""
-        return [module for module in self.modules() if isinstance(module, Mixer)]
+        return [block.mixer for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def fp32_units(self) -> list[nn.Module]:
         """The modules whose parameters must stay FP32 in the forward pass."""
         return [unit for mixer in self.mixers() for unit in mixer.fp32_units()]
+
+    def routers(self) -> dict[str, nn.Module]:
+        """The routers of all blocks, in order, by the name of the block."""
+        return {f"blocks.{i}": router for i, mixer in enumerate(self.mixers()) for router in mixer.routers()}
 
     def autotuned_mixers(self) -> list[Mixer]:
         """The first mixer of each type that has autotuned kernels."""

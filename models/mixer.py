@@ -97,8 +97,9 @@ class Mixer(nn.Module, ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[tokens, hidden] -> [tokens, hidden]; each sequence has `sequence_length` tokens.
 
-        With an auxiliary loss: (the same, the loss, FP32 0-dim). It is minimized together with the mean loss of the
-        micro-batch's targets, and is not part of the loss that a run prints.
+        With an auxiliary loss: (the same, the loss of each sequence, FP32 1-dim, or one, 0-dim). Its mean, weighted
+        by the sequences' targets, is minimized together with the mean loss of these, and is not part of the loss that a
+        run prints.
         documents: no token sees another document than its own; None: a sequence is one document.
         """
 
@@ -148,6 +149,10 @@ class Mixer(nn.Module, ABC):
 
     def fp32_units(self) -> list[nn.Module]:
         """Modules whose parameters must stay FP32 in the forward pass."""
+        return []
+
+    def routers(self) -> list[nn.Module]:
+        """Modules that choose experts and have a bias to balance them (training/callbacks/experts.py)."""
         return []
 
     @property

@@ -56,13 +56,13 @@ class MLP(Mixer):
         super().__init__(config, mesh, execution)
         # Compiled, the composition of relu and square is one kernel each way; eager, the autograd function is faster.
         activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
-        self._activation = execution.recomputed(activation)
+        self.activation = execution.recomputed(activation)
         up, down = self.linears(config)
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        return self.down_proj(self._activation(self.up_proj(x_td)))
+        return self.down_proj(self.activation(self.up_proj(x_td)))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         return None

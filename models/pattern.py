@@ -24,11 +24,12 @@ from models.execution import Execution, torch_compile
 from models.mamba2 import Mamba2
 from models.mixer import Mixer
 from models.mlp import MLP, GatedMLP
+from models.moe import MoE
 
 # A hundred times the largest models; with more parameters some sizes overflow 64 bits.
 _MOST_PARAMETERS = 10**14
 
-MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP, "G": GatedMLP}
+MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP, "G": GatedMLP, "E": MoE}
 
 
 def mixers_of(pattern: str) -> list[type[Mixer]]:
@@ -219,6 +220,12 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
         other=norms + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
         head=config.vocab_size * config.hidden_dim,
     )
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """The number of parameters that a token uses: of the experts those that it passes; the embedding counts."""
+    idle = sum(linear.parameters - round(linear.parameters * linear.active) for linear in linear_shapes(config))
+    return parameter_count(config).total - idle
 
 
 def parts(model: Any, config: Config) -> list[tuple[str, int, int]]:

@@ -6,6 +6,7 @@ Nearly all of these kernels save their inputs and recompute the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, reduce_stats
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.quantization.segments import Segments
 from models.attention import TILES, split_heads
 from models.execution import Execution
 from models.mamba2 import conv_aligned, split_sections
@@ -30,7 +32,8 @@ def planned_execution(config: Config) -> Execution:
     """Stand-ins for the kernels of the run on a GPU that has every package, unless `train.kernels=torch`."""
     fused = config.train.kernels != "torch" and config.precision.compute_dtype == "bfloat16"
     tiled = fused and config.model.head_dim in TILES
-    kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}
+    kernels: dict[str, Callable[..., Any]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}
+    kernels["segments"] = EvenSegments.of_experts
     if fused:
         kernels |= {"scan": scan, "conv": conv}
     return Execution(kernels, one_kernel if fused else None, config.train.activation_checkpointing)
@@ -119,6 +122,21 @@ def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None
         return remaining
 
     return _Kernel.apply(forward, backward, *inputs)  # type: ignore[return-value]
+
+
+class EvenSegments(Segments):
+    """All experts have as many tokens, because fake tensors have no counts."""
+
+    @functools.cached_property
+    def sizes(self) -> list[tuple[slice, slice]]:
+        count, rest = divmod(self.rows, len(self.counts))
+        found, start, padded_start = list[tuple[slice, slice]](), 0, 0
+        for number in range(len(self.counts)):
+            end = start + count + (number < rest)
+            padded_end = padded_start + -(-(end - start) // self.multiple) * self.multiple
+            found.append((slice(start, end), slice(padded_start, padded_end)))
+            start, padded_start = end, padded_end
+        return found
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:

@@ -4,6 +4,7 @@ scripts pass their model provider. megatron_fp4/training/providers.py describes 
 from models.hybrid import build_model  # noqa: F401
 from models.initialization import initialize  # noqa: F401
 from models.pattern import (  # noqa: F401
+    active_parameters,
     agreed_execution,
     check,
     check_exceptions,

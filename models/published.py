@@ -22,13 +22,15 @@ class Section:
     published tensors by section (such as q, k, v).
 
     name, shape: of the published tensor. rows: int64, for each of its rows the number of our row; None if it is our
-    complete parameter in our order. fp32: whether it is always written in FP32.
+    complete parameter in our order. fp32: whether it is always written in FP32. expert: the matrix of our parameter
+    [experts, out, in] that it is; None: our parameter is one of all.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: Tensor | None = None
     fp32: bool = False
+    expert: int | None = None
 
     @property
     def module(self) -> str:
@@ -39,8 +41,13 @@ class Section:
         """The same tensor, named from outside of the published `module`."""
         return replace(self, name=f"{module}.{self.name}")
 
+    def matrix(self, ours: Tensor) -> Tensor:
+        """The matrix of our parameter that this tensor is a part of."""
+        return ours if self.expert is None else ours[self.expert]
+
     def published(self, ours: Tensor) -> Tensor:
         """This tensor, contiguous, from our parameter and in its dtype."""
+        ours = self.matrix(ours)
         return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
 
 
@@ -53,14 +60,18 @@ class HuggingFaceBlock:
     """A kind of block of transformers' nemotron_h, arcee or llama.
 
     types: its names in `layers_block_type` of nemotron_h; empty: only Transformers have it. sections: the published
-    tensors. settings: our setting -> its key in config.json and the default in transformers. fixed: the values that
-    keys must have; an import accepts a missing key.
+    tensors. settings: our setting -> its key in config.json and the default in transformers; where None is meant, ours
+    is 0. fixed: the values that keys must have; an import accepts a missing key. without_key: our settings for which it
+    has no key -> the value that it computes. keys_always: whether config.json has the keys of a model without such
+    blocks too.
     """
 
     types: tuple[str, ...]
     sections: Callable[[ModelConfig], Sections]
     settings: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    without_key: Mapping[str, Any] = field(default_factory=dict)
+    keys_always: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def from_published(sections: Sequence[Section], published: Mapping[str, Tensor])
     for section in sections:
         values = published[section.name].to(torch.float32)
         if section.rows is None:
-            ours.copy_(values.view(shape))
+            section.matrix(ours).view(values.shape).copy_(values)
         else:
             ours[section.rows] = values.view(-1, *shape[1:])
     return ours
@@ -105,7 +116,9 @@ def from_published(sections: Sequence[Section], published: Mapping[str, Tensor])
 
 def shape_of(sections: Sequence[Section]) -> torch.Size:
     """The shape of our parameter: the rows of all sections, and their columns without the axis of size 1 that published
-    convolutions have."""
+    convolutions have; or the matrices of all experts."""
+    if sections[0].expert is not None:
+        return torch.Size((len(sections), *sections[0].shape))
     rows, columns = sum(section.shape[0] for section in sections), sections[0].shape[1:]
     return torch.Size((rows, *(size for size in columns if size != 1 or len(columns) == 1)))
 

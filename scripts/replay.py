@@ -51,6 +51,7 @@ from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.runtime.revision import changed_facts, made_by
 from megatron_fp4.training.build import check, join_ranks
 from megatron_fp4.training.callbacks.bad_steps import Spikes
+from megatron_fp4.training.callbacks.experts import Experts
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import Switch
 from megatron_fp4.training.callbacks.replicas import tensors_of
@@ -171,7 +172,7 @@ def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Pat
     mesh = join_ranks(config, models)
     kernels = Kernels(data.default_cache_dir() / "autotuning")
     kernels.load_state_dict(saved.get("autotuning"))  # also for a replay from the initial weights
-    callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, rollbacks)]
+    callbacks = [kernels, Switch(), Experts(), RecordedSpikes(config.spikes, rollbacks)]
     trainer = Trainer(config, models, data, callbacks, mesh, quiet=True)
     trainer.graphs = None  # eager steps give the same bits and can fail in fewer ways
     return trainer

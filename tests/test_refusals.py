@@ -108,6 +108,17 @@ TOGETHER = [
     # --- model
     ("model.pattern=MXM", "model.pattern=MXM: 'X' at position 1 is no block; use"),
     ("model.num_kv_heads=3", "model.num_kv_heads=3; use one of 1, 2, 4, 8", "4"),
+    (["model=moe_tiny", "model.moe_ffn_dim=100"], "model.moe_ffn_dim=100 is not a multiple of 16; use 112", "112"),
+    (["model=moe_tiny", "model.moe_top_k=1"], "model.moe_top_k=1: a token's only weight is always", "2"),
+    (["model=moe_tiny", "model.moe_top_k=9"], "model.moe_top_k=9 is more than the 8 experts in model.moe_top_g", "8"),
+    (["model=moe_tiny", "model.moe_num_groups=3"], "is not a multiple of model.moe_num_groups=3; use one of 1, 2", "4"),
+    (["model=moe_tiny", "model.moe_top_groups=2"], "model.moe_top_groups=2 is more than model.moe_num_groups=1", "1"),
+    (
+        ["model=moe_tiny", "model.moe_top_groups=2", "model.moe_num_groups=8"],
+        "one of 8 experts in a group, and model.moe_group_score=top_2",
+        "4",
+    ),
+    (["model=moe_tiny", "model.moe_group_score=top_share"], "has no effect with model.moe_num_groups=1", "top_2"),
     (["model.rope=true", "model.head_dim=33"], "model.head_dim=33", "34"),
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
@@ -166,6 +177,7 @@ ON_GPUS = [
     (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
+    (["parallel.tensor=2", "model=moe_tiny"], 2, "parallel.tensor=2 does not divide the parts of an expert=1; sizes"),
     (
         ["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"],
         2,

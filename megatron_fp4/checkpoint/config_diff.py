@@ -20,6 +20,8 @@ from megatron_fp4.training.optimizer import WSDSchedule
 
 NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 """Keys under `model` that do not change the model: a label, and settings of precision."""
+# Keys under `model` that only training uses, like the learning rate.
+_OF_TRAINING = ("moe_bias_rate", "moe_aux_loss", "moe_z_loss")
 _ABSENT = "(absent)"
 # Keys, or beginnings of keys, about one start and not about the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
@@ -37,7 +39,7 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
     data_fingerprint: identifies data and tokenizer: JSON types, nested at will. Its names begin with `data.`.
     """
     model = dataclasses.asdict(config.model)
-    for name in NOT_OF_THE_MODEL:
+    for name in (*NOT_OF_THE_MODEL, *_OF_TRAINING):
         del model[name]
     nested = {
         "model": model,

@@ -355,7 +355,8 @@ def _with_recipes(
         if its_precision.exceptions:
             raise ConfigError(f"{key}={name} has exceptions itself; choose a precision config without exceptions")
         recipe = RecipeConfig(**{field.name: getattr(its_precision, field.name) for field in fields(RecipeConfig)})
-        exceptions.append(ComposedException(exception.names, exception.blocks, exception.sections, name, recipe))
+        given = (exception.names, exception.blocks, exception.sections, name, recipe)
+        exceptions.append(ComposedException(*given, optional=exception.optional))
         texts |= its_texts
     return replace(precision, exceptions=exceptions), texts
 

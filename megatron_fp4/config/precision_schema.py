@@ -124,6 +124,8 @@ class ExceptionConfig:
     linear of their own, and so do the other sections. Empty: whole linears."""
     precision: str = "bf16"
     """the precision config with their recipe, a name under `configs/precision/`."""
+    optional: bool = field(default=False, kw_only=True)
+    """such blocks may lack such linears. `false`: patterns that match nothing are refused."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -64,7 +64,8 @@ class ModelConfig:
     name: str = "tiny"
     """shown in logs; also the name of an exported model."""
     pattern: str = "M-*-M-"
-    """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN, `G` gated FFN (table in models/pattern.py)."""
+    """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN, `G` gated FFN, `E` experts (table in
+    models/pattern.py)."""
     vocab_size: AtLeastOne = 4096
     """rows of the embedding and the head; the tokenizer's largest id plus one, or more."""
     hidden_dim: AtLeastOne = 256
@@ -91,6 +92,34 @@ class ModelConfig:
     """taps of its convolution."""
     mamba_chunk_size: AtLeastOne = 64
     """tokens of a chunk of the scan. It changes how the scan is computed, not its result."""
+    moe_num_experts: AtLeastOne = 8
+    moe_top_k: AtLeastOne = 2
+    """FFNs of an `E` block, and how many of them a token passes."""
+    moe_ffn_dim: AtLeastOne = 256
+    """of an expert's inner layer."""
+    moe_shared_ffn_dim: AtLeastOne = 512
+    """of the shared expert's, which every token passes."""
+    moe_latent_dim: AtLeastZero = 0
+    """width of the experts' inputs and outputs (0: `hidden_dim`)."""
+    moe_score: Literal["sigmoid", "softmax"] = "sigmoid"
+    """of the router's logits."""
+    moe_scaling: Positive = 1.0
+    """factor of the experts' weights, which are a token's scores divided by their sum."""
+    moe_weight: Literal["after_down", "before_down"] = "after_down"
+    """where the weight multiplies: after the down projection (transformers) or before it (Megatron), where it changes
+    codes."""
+    moe_num_groups: AtLeastOne = 1
+    moe_top_groups: AtLeastOne = 1
+    """equal groups of experts, and from how many of them those of a token are."""
+    moe_group_score: Literal["top_2", "top_share"] = "top_2"
+    """of a group: the sum over its best two experts (transformers), or its best `moe_top_k / moe_top_groups`
+    (Megatron)."""
+    moe_bias_rate: NotNegative = 1e-3
+    """by which each step moves an expert's bias, up after few tokens."""
+    moe_aux_loss: NotNegative = 1e-4
+    """coefficient of Megatron's `seq_aux_loss`."""
+    moe_z_loss: NotNegative = 0.0
+    """coefficient of the router's z-loss."""
     norm_eps: Positive = 1e-5
     """of RMS norms."""
     init_std: Positive = 0.02

@@ -201,9 +201,9 @@ def facts_table(title: str, facts: Mapping[str, object]) -> Table:
 
 def plan_shares(plan: Plan) -> str:
     """The number of linears of each recipe, by `Plan.short_names`, and their share of the weights of all linears."""
-    total, shares = plan.linear_flops_per_token, []  # FLOPs are proportional to weights
+    total, shares = sum(row.linear.parameters for row in plan.rows), []
     for recipe, name in plan.short_names.items():
-        its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
+        its = [row.linear.parameters for row in plan.rows if row.recipe == recipe]
         shares.append(f"{len(its)} of {len(plan.rows)} linears in {name} ({sum(its) / total:.1%} of their weights)")
     return ", ".join(shares)
 
@@ -221,6 +221,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for row in plan.rows:
         linear, shape = row.linear, f"{row.linear.out_features} x {row.linear.in_features}"
+        shape = shape if linear.experts == 1 else f"{linear.experts} x {shape}"
         kind = re.sub(r"\d+", "#", linear.name, count=1) if compact else linear.name
         # The reason names the block, but the row already has its number.
         why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason

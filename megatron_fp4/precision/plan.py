@@ -59,7 +59,8 @@ class LinearShape:
     letter: its block's letter in `model.pattern`, which exceptions refer to. input_key: the key of the configuration
     that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
     groups: equal groups of its output rows (KV heads, state groups); no block of codes has rows of two groups.
-    active: the share of tokens that it computes.
+    active: the share of tokens that it computes, or that each of its experts computes. experts: matrices of its weight
+    [experts, out, in].
     sections: of a packed projection, in the order of the rows of a group: (name, rows in each group). whole: of a part
     of a packed projection, that projection; the part's name is `<projection>[<section>,...]`.
     """
@@ -74,6 +75,7 @@ class LinearShape:
     title: str = ""
     groups: int = 1
     active: float = 1.0
+    experts: int = 1
     sections: tuple[tuple[str, int], ...] = ()
     whole: LinearShape | None = None
 
@@ -87,7 +89,7 @@ class LinearShape:
 
     @property
     def parameters(self) -> int:
-        return self.in_features * self.out_features
+        return self.experts * self.in_features * self.out_features
 
     @property
     def flops_per_token(self) -> int:
@@ -311,7 +313,8 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
     linears and sections of earlier exceptions."""
     for i, exception in enumerate(exceptions):
         in_blocks = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
-        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, in_blocks)
+        if not exception.optional:
+            _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, in_blocks)
         named = [shape for shape in in_blocks if any(fnmatch.fnmatchcase(shape.name, name) for name in exception.names)]
         known = list(dict.fromkeys(name for shape in named for name in _names(shape) if name))
         if named and (unknown := [name for name in exception.sections if name not in known]):

@@ -142,9 +142,9 @@ class Segments:
 
     @functools.cached_property
     def sizes(self) -> list[tuple[slice, slice]]:
-        """The rows of each segment without and with padding. Waits for the device."""
+        """The rows of each segment without and with padding. Waits for the device, unless they are `equal`."""
         found, start, padded_start = [], 0, 0
-        for count in self.counts.tolist():
+        for count in [self.equal] * len(self.counts) if self.equal else self.counts.tolist():
             padded = -(-count // self.multiple) * self.multiple
             found.append((slice(start, start + count), slice(padded_start, padded_start + padded)))
             start, padded_start = start + count, padded_start + padded

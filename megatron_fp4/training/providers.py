@@ -37,6 +37,9 @@ class ModelProvider(Protocol):
     def parameter_count(self, config: ModelConfig) -> Any:
         """The number of parameters: `total`, `head` and other parts."""
 
+    def active_parameters(self, config: ModelConfig) -> int:
+        """The number of parameters that a token uses."""
+
     def forward_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of a token, forward."""
 
@@ -64,7 +67,8 @@ class ModelProvider(Protocol):
         model(tokens, targets, ...) returns the micro-batch's mean loss over the targets that count, FP32 0-dim. Its
         attributes and methods: `blocks`, `embedding` and `head`, the units of FSDP; `linears()`, name and module of
         every linear of `linear_shapes`, with the precision plan in `module.context`; `fp32_units()`, modules whose
-        parameters stay FP32 in the forward pass; `autotuned_mixers()`, one module of each kind that has autotuned
+        parameters stay FP32 in the forward pass; `routers()`, the modules that balance experts, by name of their
+        block; `autotuned_mixers()`, one module of each kind that has autotuned
         kernels, with a method `rehearse`.
         """
 

@@ -104,7 +104,7 @@ def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
     """The same holds in the target of a switch and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
     config = make("precision=nvfp4_nemotron_3", model)
-    attention, mamba = config.precision.exceptions
+    attention, mamba, _ = config.precision.exceptions
     assert (attention.names, attention.blocks, mamba.names, mamba.blocks) == (["*"], "*", ["*.out_proj"], "M")
     for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
         whole = composed(f"precision={name}").precision
@@ -124,7 +124,7 @@ def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
 def test_the_best_recipe_combines_the_codes_of_one_with_the_exceptions_of_another() -> None:
     names = ("nvfp4_best", "nvfp4_4over6_1x16", "nvfp4_nemotron_3")
     best, codes, plan = (composed(f"precision={name}", "model=hybrid_30m").precision for name in names)
-    assert best == replace(codes, name="nvfp4_best", exceptions=plan.exceptions) and len(best.exceptions) == 2
+    assert best == replace(codes, name="nvfp4_best", exceptions=plan.exceptions) and len(best.exceptions) == 3
 
 
 def test_a_saved_switch_that_is_off_may_name_a_config_that_is_gone() -> None:

@@ -14,6 +14,7 @@ from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.weights_only import write_weights_only
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import local_part
 from models.hybrid import HybridModel
 from pretrain import CONFIGS, configure
 from tests.models.builders import build, small_config
@@ -26,6 +27,18 @@ CASES = {
     "no_positions": small_config(pattern="*-*", num_query_heads=6, num_kv_heads=3, head_dim=10),
     "transformer": small_config(vocab_size=300, pattern="*-*-", rope=True, rope_base=500.0, hidden_dim=48, head_dim=16),
     "llama": small_config(pattern="*G*G", rope=True, hidden_dim=48, ffn_dim=256, norm_eps=1e-6),
+    "experts": small_config(
+        vocab_size=300,
+        pattern="ME*E",
+        moe_num_experts=8,
+        moe_top_k=3,
+        moe_ffn_dim=48,
+        moe_shared_ffn_dim=32,
+        moe_latent_dim=16,
+        moe_scaling=2.5,
+        moe_num_groups=4,
+        moe_top_groups=2,
+    ),
     "one_group": small_config(pattern="*-", rope=True, num_query_heads=4, num_kv_heads=1, norm_eps=1e-3),
 }
 
@@ -34,8 +47,7 @@ def strong_model(config: ModelConfig, mesh: ParallelMesh, seed: int = 0) -> Hybr
     """A model with large weights and uneven norms, biases and step sizes, so that a wrong row changes every logit."""
     model, generator = build(config, mesh, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = parameter.to_local()
+        for name, values in tensors_of(model).items():
             if values.dim() == 1:
                 values.add_(torch.randn(values.shape, generator=generator) * 0.3)
             elif "embedding" not in name:
@@ -44,7 +56,8 @@ def strong_model(config: ModelConfig, mesh: ParallelMesh, seed: int = 0) -> Hybr
 
 
 def tensors_of(model: HybridModel) -> dict[str, Tensor]:
-    return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+    """Parameters and buffers."""
+    return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
 
 def checkpoint_of(

@@ -178,7 +178,7 @@ def test_a_model_that_no_architecture_computes_is_refused(changes: dict, message
 
 BAD_CONFIGS = [
     ({"model_type": "gemma"}, "model_type=gemma cannot be imported; arcee, llama, nemotron_h can"),
-    ({"hybrid_override_pattern": "M-E*"}, "'E' at position 2 is no block"),
+    ({"hybrid_override_pattern": "M-X*"}, "'X' at position 2 is no block"),
     ({"hybrid_override_pattern": None}, "neither hybrid_override_pattern nor layers_block_type"),
     ({"mlp_bias": True}, "mlp_bias=True, but only False"),
     ({"time_step_limit": [0.001, 0.1]}, "does not clamp"),

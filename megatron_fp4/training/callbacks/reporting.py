@@ -86,7 +86,8 @@ class Banner(Callback):
             "optimizer": optimizer_name(trainer.optimizer),
             "determinism": determinism,
         }
-        console.table(model_table(config.model, models.parts(trainer.model, config), 3 * flops))
+        parts, active = models.parts(trainer.model, config), models.active_parameters(config.model)
+        console.table(model_table(config.model, parts, active, 3 * flops))
         console.table(plan_table(plan, config.precision.name))
         console.table(facts_table("Numerics", facts))
         if warning := plan.warning(config.precision.name):
@@ -323,12 +324,15 @@ def _recipe_facts(plan: Plan) -> dict[str, str]:
     return {gemm if len(recipes) == 1 else f"{name}, {gemm}": value for name, gemm, _, value in gemms}
 
 
-def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops_per_token: float) -> Table:
-    """The kinds of parts of the model. parts: name, number, and the parameters of all of this kind. flops_per_token:
-    model FLOPs of forward and backward together."""
+def model_table(
+    model: ModelConfig, parts: Sequence[tuple[str, int, int]], active: int, flops_per_token: float
+) -> Table:
+    """The kinds of parts of the model. parts: name, number, and the parameters of all of this kind. active: the
+    parameters that a token uses. flops_per_token: model FLOPs of forward and backward together."""
     total = sum(parameters for _, _, parameters in parts)
     rows = [(name, str(count), f"{own:,}", f"{own / total:.1%}") for name, count, own in parts]
-    title = f"Model {model.name}: {total:,} parameters, {with_unit(flops_per_token, 'FLOP')} per token"
+    used = f" ({active:,} of them active)" if active < total else ""
+    title = f"Model {model.name}: {total:,} parameters{used}, {with_unit(flops_per_token, 'FLOP')} per token"
     return make_table(title, ["part", "count>", "parameters>", "share>"], rows, model.pattern)
 
 

@@ -1,0 +1,90 @@
+"""Routers: their bias moves after each step, and what they do is recorded every `logging.interval` steps, by block:
+
+max_load         tokens of the expert with most / of the mean expert; 1 is balanced (MaxVio of Nemotron 3 Ultra)
+idle             share of the experts without a token
+entropy          mean over tokens of the entropy of the scores, of that of equal scores
+zero_gradients   share of the elements of the experts' gradients that are exactly zero
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.parallel.parameters import holds_first_copy
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.training.trainer import Callback, Step, is_due
+
+
+class Experts(Callback):
+    """Counts tokens in the step alone: not in a replay, a measurement or a validation."""
+
+    @contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        trainer, device = self.trainer, self.trainer.mesh.device
+        self._routers: dict[str, Any] = trainer.model.routers()
+        self._recorded = bool(self._routers) and is_due(trainer.config.logging.interval, step.done)
+        self._zeros: list[Tensor] = []
+        for router in self._routers.values():
+            router.load = torch.zeros_like(router.bias, dtype=torch.int64)
+            router.entropy = torch.zeros((), dtype=torch.float64, device=device) if self._recorded else None
+        hook = trainer.optimizer.register_step_pre_hook(lambda *_: self._count_zeros()) if self._recorded else None
+        yield
+        self._loads = [router.load for router in self._routers.values()]
+        self._entropies = [router.entropy for router in self._routers.values()]
+        for router in self._routers.values():
+            router.load = router.entropy = None
+        if hook is not None:
+            hook.remove()
+
+    def after_step(self, step: Step) -> None:
+        if not self._routers:
+            return
+        group, loads = self.trainer.mesh.batch.group, torch.stack(self._loads)
+        dist.all_reduce(loads, group=group)
+        if not step.result.skipped:
+            for router, load in zip(self._routers.values(), loads, strict=True):
+                router.balance(load)
+        if self._recorded:
+            zeros = torch.stack(self._zeros) if self._zeros else loads.new_zeros(len(loads), 2)
+            sums = torch.cat((torch.stack(self._entropies)[:, None], zeros), 1)
+            dist.all_reduce(sums, group=group)
+            self._record(step.done, loads, sums)
+
+    def _record(self, done: int, loads: Tensor, sums: Tensor) -> None:
+        """loads: int64 [blocks, experts]. sums: FP64 [blocks, 3], entropy and `_count_zeros`."""
+        values, curves = dict[str, Any](), dict[str, float]()
+        for name, router, load, (entropy, zeros, elements) in zip(
+            self._routers, self._routers.values(), loads.tolist(), sums.tolist(), strict=True
+        ):
+            tokens = sum(load) / router.config.moe_top_k
+            found = {
+                "max_load": max(load) * len(load) / sum(load),
+                "idle": load.count(0) / len(load),
+                "entropy": entropy / tokens / math.log(len(load)),
+            }
+            if elements:  # a step that is not finite may have no update
+                found["zero_gradients"] = zeros / elements
+            values[name] = {key: round(value, 6) for key, value in found.items()}
+            curves |= {f"experts/{key}/{name}": value for key, value in values[name].items()}
+        self.trainer.log.metrics.record(done, "experts", {"blocks": values}, curves)
+
+    @torch.no_grad()
+    def _count_zeros(self) -> None:
+        """Of each block: the zeros in the gradients of its experts, and how many elements these have; this rank's
+        share."""
+        mesh, parameters = self.trainer.mesh, dict(self.trainer.model.named_parameters())
+        for name in self._routers:
+            counts = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+            for parameter in (p for key, p in parameters.items() if key.startswith(f"{name}.") and p.dim() == 3):
+                if parameter.grad is not None and holds_first_copy(parameter, mesh):
+                    gradient = local_part(parameter.grad)
+                    counts[0] += gradient.numel() - torch.count_nonzero(gradient)
+                    counts[1] += gradient.numel()
+            self._zeros.append(counts)

@@ -1,0 +1,407 @@
+"""The block of experts (mixture of experts, latent experts): a router chooses k of E FFNs for each token.
+
+    s = sigmoid(W x), or softmax                          scores of the experts, FP32
+    K = the k largest of s + bias                         within the best groups of experts, if there are groups
+    w = scaling s / (sum of s over K)                     for the experts in K
+    y = from_latent(sum_K w down(relu(up(to_latent(x)))^2)) + shared(x)
+
+Without latent experts to_latent and from_latent are left out. The shared expert is an FFN for every token.
+
+The router is FP32: weight, bias, products, gradient. Of equal scores the expert with the lowest number is chosen. The
+bias has no gradient: after each step it rises for experts with fewer tokens than the mean of the global batch and falls
+for the others, by `moe_bias_rate`, and its mean stays 0, which changes no choice (arXiv:2408.15664; DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2). Its sum of tokens is over integers, so it is the same on any mesh.
+
+For each sequence of S tokens there are two losses besides, of Megatron (`seq_aux_loss`, `z_loss`):
+
+    moe_aux_loss E / (k S^2) sum_e(n_e sum_t p_te)        p = s / (sum of s); n_e: tokens with e among their k largest s
+    moe_z_loss / S sum_t(log sum_e exp(Wx)_te)^2
+
+Tokens are sorted by expert, and by their position within an expert. No token is dropped.
+
+Shapes: t tokens, e experts, k experts of a token, n = t k rows that experts compute, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megatron_fp4.config.schema import ConfigError, ModelConfig
+from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, RowParallelLinear
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from megatron_fp4.precision.plan import LinearShape
+from megatron_fp4.quantization.segments import Segments
+from models.execution import PLAIN, Execution, decided
+from models.initialization import Rule
+from models.mixer import Mixer, check_multiple, input_projection, output_projection
+from models.mlp import MLP
+from models.positions import Documents, NewTokens
+from models.published import HuggingFaceBlock, Section, Sections
+
+# Megatron's and transformers', against a division by zero.
+_LEAST_SUM = 1e-20
+
+
+class Routing(NamedTuple):
+    """The experts of each token, ascending, int64 [t, k]; their weights, FP32 [t, k]; and the auxiliary loss of each
+    sequence, FP32 (None: without gradients, or it is off)."""
+
+    expert_tk: Tensor
+    weight_tk: Tensor
+    loss: Tensor | None
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token.
+
+    load, entropy: if they are not None, a forward pass adds the tokens of each expert (int64 [e]), and the sum over
+    tokens of the entropy of p in nats (FP64 0-dim). A recomputation adds nothing.
+    """
+
+    bias: Tensor
+    load: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = new_parameter((config.moe_num_experts, config.hidden_dim), mesh)
+        self.register_buffer("bias", torch.empty(config.moe_num_experts))
+
+    def initial_values(self) -> dict[str, Rule]:
+        return {"weight": lambda draws: draws.normal(self.config.init_std), "bias": lambda draws: 0.0}
+
+    def forward(self, x_td: Tensor, sequence_length: int) -> Routing:
+        config, weight = self.config, local_parameter(self.weight)
+        logits_te = F.linear(x_td.to(weight.dtype), weight)
+        s_te = logits_te.sigmoid() if config.moe_score == "sigmoid" else logits_te.softmax(-1)
+        expert_tk, balanced_be = decided(lambda: self._choose(s_te.detach(), sequence_length))
+        chosen_tk = s_te.gather(1, expert_tk)
+        weight_tk = chosen_tk / (chosen_tk.sum(-1, keepdim=True) + _LEAST_SUM) * config.moe_scaling
+        losses = []
+        if config.moe_aux_loss and torch.is_grad_enabled():
+            p_be = _shares(s_te).unflatten(0, (-1, sequence_length)).sum(1)
+            factor = config.moe_aux_loss * config.moe_num_experts / (config.moe_top_k * sequence_length**2)
+            losses.append(factor * (balanced_be * p_be).sum(-1))
+        if config.moe_z_loss and torch.is_grad_enabled():
+            squares_bs = logits_te.logsumexp(-1).square().unflatten(0, (-1, sequence_length))
+            losses.append(config.moe_z_loss * squares_bs.mean(1))
+        return Routing(expert_tk, weight_tk, sum(losses[1:], losses[0]) if losses else None)
+
+    def _choose(self, s_te: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
+        """The experts of each token, and for each sequence how often an expert is among the best without bias and
+        groups, int64 [sequences, e]. Counts tokens."""
+        config = self.config
+        choice_te = s_te + self.bias
+        if config.moe_num_groups > 1:
+            choice_te = choice_te.masked_fill(~_in_best_groups(choice_te, config), float("-inf"))
+        expert_tk = _best(choice_te, config.moe_top_k).sort(-1).values
+        balanced_sk = _best(s_te, config.moe_top_k).unflatten(0, (-1, sequence_length)).flatten(1)
+        if self.load is not None:
+            self.load += count_tokens(expert_tk.view(1, -1), config.moe_num_experts)[0]
+        if self.entropy is not None:
+            p_te = _shares(s_te)
+            self.entropy -= torch.xlogy(p_te, p_te).sum(dtype=torch.float64)
+        return expert_tk, count_tokens(balanced_sk, config.moe_num_experts)
+
+    @torch.no_grad()
+    def balance(self, load: Tensor) -> None:
+        """Move the bias after a step. load: tokens of each expert in the global batch, int64 [e]."""
+        if rate := self.config.moe_bias_rate:
+            below_mean = torch.sign(load.sum() - load * len(load))
+            moved = self.bias.to(torch.float64) + rate * below_mean
+            self.bias.copy_(moved - moved.mean())
+
+
+def _shares(s_te: Tensor) -> Tensor:
+    """p, the scores divided by their sum."""
+    return s_te / (s_te.sum(-1, keepdim=True) + _LEAST_SUM)
+
+
+def _best(x: Tensor, count: int) -> Tensor:
+    """Where the `count` largest of each row are, of equal ones the first: torch.topk leaves open which."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _in_best_groups(choice_te: Tensor, config: ModelConfig) -> Tensor:
+    """Whether an expert is in the groups that a token may choose from, bool [t, e]."""
+    of_group = 2 if config.moe_group_score == "top_2" else config.moe_top_k // config.moe_top_groups
+    choice_tge = choice_te.unflatten(-1, (config.moe_num_groups, -1))
+    score_tg = choice_tge.topk(of_group).values.sum(-1)
+    mask_tg = torch.zeros_like(score_tg, dtype=torch.bool).scatter_(1, _best(score_tg, config.moe_top_groups), True)
+    return mask_tg[..., None].expand_as(choice_tge).flatten(1)
+
+
+def count_tokens(expert_bn: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is in a row, [b, n] -> [b, num_experts], int64. Unlike bincount it waits for no GPU."""
+    experts = torch.arange(num_experts, device=expert_bn.device).expand(len(expert_bn), -1).contiguous()
+    ends = torch.searchsorted(expert_bn.sort(-1).values, experts, right=True)
+    return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
+
+
+class Order(NamedTuple):
+    """Rows of tokens, sorted by expert and then by token. counts_e: rows of each expert. token_n: the token of each
+    row. row_tk: the rows of each token. All int64."""
+
+    counts_e: Tensor
+    token_n: Tensor
+    row_tk: Tensor
+
+    @classmethod
+    def of(cls, expert_tk: Tensor, num_experts: int) -> Order:
+        """The order of the rows of `Routing.expert_tk`."""
+        sorted_n = expert_tk.flatten().sort(stable=True).indices
+        row_n = torch.empty_like(sorted_n).scatter_(0, sorted_n, torch.arange(len(sorted_n), device=sorted_n.device))
+        counts_e = count_tokens(expert_tk.view(1, -1), num_experts)[0]
+        return cls(counts_e, sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
+
+
+def sum_of_rows(y_nd: Tensor, row_tk: Tensor, weight_tk: Tensor | None) -> Tensor:
+    """[t, d]: the (weighted) sum of the rows of each token, added in FP32 in the order of the experts."""
+    dtype = torch.promote_types(y_nd.dtype, torch.float32)
+    total = torch.zeros(len(row_tk), y_nd.shape[1], dtype=dtype, device=y_nd.device)
+    for k in range(row_tk.shape[1]):
+        row_td = y_nd[row_tk[:, k]].to(dtype)
+        total = total + (row_td if weight_tk is None else row_td * weight_tk[:, k, None])
+    return total.to(y_nd.dtype)
+
+
+def gradients_of_weighted(
+    dy_td: Tensor, y_nd: Tensor, row_tk: Tensor, weight_tk: Tensor, token_n: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of the weighted `sum_of_rows`: the gradients of y [n, d] and of the weights [t, k]."""
+    weight_n = torch.empty_like(weight_tk).flatten().scatter_(0, row_tk.flatten(), weight_tk.flatten())
+    dy_nd = dy_td[token_n].to(weight_tk.dtype)
+    dweight_n = (dy_nd * y_nd).sum(-1)
+    return (dy_nd * weight_n[:, None]).to(y_nd.dtype), dweight_n[row_tk]
+
+
+class _Dispatch(Function):
+    """The row of each expert's tokens. The gradient of a token is the sum over its rows, in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_td: Tensor, order: Order, sum_rows: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(order.row_tk)
+        ctx.sum_rows = sum_rows
+        return x_td[order.token_n]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (row_tk,) = ctx.saved_tensors
+        return ctx.sum_rows(grad_outputs[0], row_tk, None), None, None
+
+
+class _Combine(Function):
+    """`sum_of_rows`, with weights or without. Autograd's gradient of a gather would be summed in no fixed order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_nd: Tensor, weight_tk: Tensor | None, order: Order, sum_rows: Callable[..., Tensor],
+        gradients: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Tensor:  # fmt: skip
+        tensors = (None, None) if weight_tk is None else (y_nd, weight_tk)
+        ctx.save_for_backward(order.row_tk, order.token_n, *tensors)
+        ctx.gradients = gradients
+        return sum_rows(y_nd, order.row_tk, weight_tk)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        row_tk, token_n, y_nd, weight_tk = ctx.saved_tensors
+        if weight_tk is None:
+            return grad_outputs[0][token_n], None, None, None, None
+        return *ctx.gradients(grad_outputs[0], y_nd, row_tk, weight_tk, token_n), None, None, None
+
+
+def _hugging_face(config: ModelConfig) -> Sections:
+    width, inner, hidden = _width(config), config.moe_ffn_dim, config.hidden_dim
+    shapes, latent = {"up_proj": (inner, width), "down_proj": (width, inner)}, config.moe_latent_dim
+    assert MLP.hugging_face is not None
+    shared = MLP.hugging_face.sections(_shared(config)).items()
+    gate = Section("gate.weight", (config.moe_num_experts, hidden), fp32=True)
+    sections = {
+        "router.weight": [gate],
+        "router.bias": [Section("gate.e_score_correction_bias", (config.moe_num_experts,), fp32=True)],
+        **{
+            f"experts_{name.removesuffix('_proj')}.weight": [
+                Section(f"experts.{expert}.{name}.weight", shape, expert=expert)
+                for expert in range(config.moe_num_experts)
+            ]
+            for name, shape in shapes.items()
+        },
+        **{f"shared_experts.{name}": [part.inside("shared_experts") for part in parts] for name, parts in shared},
+    }
+    if latent:
+        sections["to_latent.weight"] = [Section("fc1_latent_proj.weight", (latent, hidden))]
+        sections["from_latent.weight"] = [Section("fc2_latent_proj.weight", (hidden, latent))]
+    return sections
+
+
+class Experts(GroupedLinear):
+    """A projection of all experts. std: of its initial values."""
+
+    def __init__(
+        self, config: ModelConfig, in_features: int, out_features: int, mesh: ParallelMesh, std: float
+    ) -> None:
+        super().__init__(config.moe_num_experts, in_features, out_features, mesh)
+        self.std = std
+
+    def initial_values(self) -> dict[str, Rule]:
+        return {"weight": lambda draws: draws.normal(self.std)}
+
+
+class MoE(Mixer):
+    """Experts, their router, and the shared expert. Every rank has all experts."""
+
+    name = "expert"
+    shapes_vary = True
+    hugging_face = HuggingFaceBlock(
+        types=("moe",),
+        sections=_hugging_face,
+        settings={
+            "moe_num_experts": ("n_routed_experts", 8),
+            "moe_top_k": ("num_experts_per_tok", 2),
+            "moe_ffn_dim": ("moe_intermediate_size", 7688),
+            "moe_shared_ffn_dim": ("moe_shared_expert_intermediate_size", 7688),
+            "moe_latent_dim": ("moe_latent_size", None),
+            "moe_scaling": ("routed_scaling_factor", 1.0),
+            "moe_num_groups": ("n_group", 1),
+            "moe_top_groups": ("topk_group", 1),
+        },
+        # vLLM multiplies the shared expert's width by n_shared_experts.
+        fixed={"mlp_hidden_act": "relu2", "mlp_bias": False, "norm_topk_prob": True, "n_shared_experts": 1},
+        without_key={"moe_score": "sigmoid", "moe_group_score": "top_2"},
+        keys_always=False,  # engines take a model with n_routed_experts for one with experts
+    )
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        super().__init__(config, mesh, execution)
+        self.num_experts, self.before_down = config.moe_num_experts, config.moe_weight == "before_down"
+        self.router = Router(config, mesh)
+        width, inner = _width(config), config.moe_ffn_dim
+        latent = bool(config.moe_latent_dim)
+        self.to_latent = ColumnParallelLinear(config.hidden_dim, width, mesh) if latent else None
+        self.experts_up = Experts(config, width, inner, mesh, config.init_std)
+        self.experts_down = Experts(config, inner, width, mesh, config.init_std * config.num_blocks**-0.5)
+        self.from_latent = RowParallelLinear(width, config.hidden_dim, mesh) if latent else None
+        self.shared_experts = MLP(_shared(config), mesh, execution)
+        self._activation = self.shared_experts.activation
+        self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
+        self._segments = execution.kernel("segments", Segments.of_experts)
+
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
+        routing = self.router(x_td, sequence_length)
+        order = Order.of(routing.expert_tk, self.num_experts)
+        first_token = self.experts_up.context.step_state.micro_batch * len(x_td)
+        segments = self._segments(order.counts_e, first_token + order.token_n)
+        latent_td = x_td if self.to_latent is None else self.to_latent(x_td)
+        x_nd = _Dispatch.apply(latent_td, order, self._sum_rows)
+        inner = self._activation(self.experts_up(x_nd, segments))
+        if self.before_down:
+            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()]
+            inner = (inner * weight_n[:, None]).to(inner.dtype)
+        y_nd = self.experts_down(inner, segments)
+        weight_tk = None if self.before_down else routing.weight_tk
+        y_td = _Combine.apply(y_nd, weight_tk, order, self._sum_rows, self._gradients)
+        y_td = y_td if self.from_latent is None else self.from_latent(y_td)
+        y_td = y_td + self.shared_experts(x_td, sequence_length)
+        return y_td if routing.loss is None else (y_td, routing.loss)
+
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
+        y_td: Tensor = self(x_td, new.length)
+        return y_td
+
+    def fp32_units(self) -> list[nn.Module]:
+        return [self.router]
+
+    def routers(self) -> list[nn.Module]:
+        return [self.router]
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        for key in ("moe_ffn_dim", "moe_shared_ffn_dim", "moe_latent_dim"):
+            if extra := (size := getattr(config, key)) % 16:
+                raise ConfigError(f"model.{key}={size} is not a multiple of 16; use {size - extra + 16}")
+        experts, k = config.moe_num_experts, config.moe_top_k
+        if k == 1:
+            raise ConfigError(
+                "model.moe_top_k=1: a token's only weight is always model.moe_scaling, so the router would not learn; "
+                "use 2 or more"
+            )
+        check_multiple(config, "moe_num_experts", "moe_num_groups")
+        groups, top, in_group = config.moe_num_groups, config.moe_top_groups, experts // config.moe_num_groups
+        if top > groups:
+            raise ConfigError(f"model.moe_top_groups={top} is more than model.moe_num_groups={groups}; use {groups}")
+        if k > top * in_group:
+            raise ConfigError(
+                f"model.moe_top_k={k} is more than the {top * in_group} experts in model.moe_top_groups={top} of "
+                f"{groups} groups; lower it, or raise model.moe_num_experts={experts}"
+            )
+        if groups == 1:
+            if config.moe_group_score != "top_2":
+                raise ConfigError(
+                    f"model.moe_group_score={config.moe_group_score} has no effect with model.moe_num_groups=1; leave "
+                    "it at top_2"
+                )
+            return
+        if config.moe_group_score == "top_2" and in_group < 2:
+            raise ConfigError(
+                f"model.moe_num_groups={groups} leaves one of {experts} experts in a group, and model.moe_group_score="
+                f"top_2 adds two; use {experts // 2} or fewer"
+            )
+        if config.moe_group_score == "top_share" and k % top:
+            raise ConfigError(
+                f"model.moe_group_score=top_share: model.moe_top_groups={top} does not divide model.moe_top_k={k}; "
+                "change one of them"
+            )
+
+    @classmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        return {"the parts of an expert": (1, 1)}
+
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        width, inner, latent = _width(config), config.moe_ffn_dim, config.moe_latent_dim
+        num_experts, key = config.moe_num_experts, "model.moe_latent_dim" if latent else "model.hidden_dim"
+        up = LinearShape("experts_up", 0, width, inner, input_key=key, title="the experts' up projection")
+        title = "the experts' down projection"
+        down = LinearShape("experts_down", 0, inner, width, input_key="model.moe_ffn_dim", title=title)
+        up, down = (replace(x, experts=num_experts, active=config.moe_top_k / num_experts) for x in (up, down))
+        linears = [up, down]
+        if latent:
+            to_latent = input_projection("to_latent", config, latent)
+            title = "the projection from latent experts"
+            from_latent = output_projection("from_latent", config, latent, "model.moe_latent_dim", title)
+            linears = [to_latent, up, down, from_latent]
+        for shape in MLP.linears(_shared(config)):
+            key = shape.input_key.replace("model.ffn_dim", "model.moe_shared_ffn_dim")
+            linears.append(replace(shape, name=f"shared_experts.{shape.name}", input_key=key))
+        return linears
+
+    @classmethod
+    def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
+        return 2 * cls.other_parameters(config)
+
+    @classmethod
+    def other_parameters(cls, config: ModelConfig) -> int:
+        return config.moe_num_experts * config.hidden_dim
+
+
+def _width(config: ModelConfig) -> int:
+    """In which experts read and write."""
+    return config.moe_latent_dim or config.hidden_dim
+
+
+def _shared(config: ModelConfig) -> ModelConfig:
+    """The configuration whose FFN is the shared expert."""
+    return replace(config, ffn_dim=config.moe_shared_ffn_dim)
