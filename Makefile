@@ -5,6 +5,7 @@
 # make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
 # make lint    lint and types alone
 # make test-kernels   the Triton kernels on this machine, by Triton's interpreter (make test-kernels ARGS="-k ms_eden")
+# make test-engines   other programs on exported models, in environments of their own: 4 GB (make test-engines ARGS=mlx-lm)
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) an
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
 SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
 
-.PHONY: help setup train test all-tests test-fast test-kernels test-gpu lint format
+.PHONY: help setup train test all-tests test-fast test-kernels test-engines test-gpu lint format
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -90,6 +91,9 @@ INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton $(BIN)/pyt
 test-kernels: $(VENV)/.triton
 	$(INTERPRETED) tests/interpreted/check_interpreter.py --durations 0
 	$(INTERPRETED) --numprocesses auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS) $(or $(ARGS),--every-kernel)
+
+test-engines: setup
+	$(BIN)/python -m tests.engines $(ARGS)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

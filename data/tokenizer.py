@@ -287,9 +287,16 @@ class WordCache(dict[str, list[int]]):
         looked_for = [token["content"] for token in settings["added_tokens"] or [] if not token["special"]]
         if len(looked_for) > _MAX_ADDED_TOKENS or (normalizer and normalizer.get("type") not in _NORMAL_FORMS):
             return None
+        if (expression := cls.expression_of(settings)) is None:
+            return None
+        return cls(expression, normalizer is not None, looked_for, encode_word)
+
+    @staticmethod
+    def expression_of(settings: dict[str, Any]) -> str | None:
+        """The regular expression that cuts text into words; None if it is not one of those above."""
         match settings["pre_tokenizer"]:
             case {"type": "ByteLevel", "add_prefix_space": False, **more} if more.get("use_regex", True):
-                expression = GPT2
+                return GPT2
             case {
                 "type": "Sequence",
                 "pretokenizers": [
@@ -297,10 +304,8 @@ class WordCache(dict[str, list[int]]):
                     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
                 ],
             } if found in (GPT2, CL100K, QWEN2):
-                expression = found
-            case _:
-                return None
-        return cls(expression, normalizer is not None, looked_for, encode_word)
+                return found
+        return None
 
     def __missing__(self, word: str) -> list[int]:
         ids = self._encode_word(word)

@@ -8,7 +8,8 @@ llama        the same with gated FFNs (SwiGLU)
 Names and meanings are those of transformers 5.23. nemotron_h supports FFN blocks since 5.6; every version that does
 reads `hybrid_override_pattern`, which has our letters. It clamps dt = softplus(dt + dt_bias) from below at
 `time_step_min` (versions 5.4 to 5.10 at `time_step_limit`, which has no clamp by default), except when it decodes a
-single token. Training here does not clamp dt, so time_step_min is 0.
+single token. Training here does not clamp dt, so time_step_min is SMALLEST_STEP; versions 5.6 and 5.7 cannot load 0,
+whose logarithm they take.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
 from models.published import HuggingFaceBlock, Section
 
 NEMOTRON_H, ARCEE, LLAMA = "nemotron_h", "arcee", "llama"
+SMALLEST_STEP = 1e-30
 # The blocks of a layer of a Transformer, and the names of their norm and their mixer in it.
 _LAYERS: dict[str, dict[type[Mixer], tuple[str, str]]] = {
     name: {Attention: ("input_layernorm", "self_attn"), mlp: ("post_attention_layernorm", "mlp")}
@@ -163,7 +165,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "hybrid_override_pattern": config.pattern,
         "num_hidden_layers": config.num_blocks,
         **({"expand": inner // hidden} if inner % hidden == 0 else {}),
-        "time_step_min": 0.0,
+        "time_step_min": SMALLEST_STEP,
         "time_step_max": 0.1,
         "time_step_floor": 1e-4,
         "hidden_dropout": 0.0,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import HuggingFaceTokenizer, TextTokenizer
-from exchange.architectures import sections_of, to_hf
+from exchange.architectures import SMALLEST_STEP, sections_of, to_hf
 from exchange.checkpoint import Checkpoint
 from exchange.hf_export import CONFIG, QUANTIZATION
 from exchange.hf_import import Folder
@@ -66,8 +66,10 @@ class FolderCheck:
     def findings(self) -> Iterator[Finding]:
         """The results of all comparisons. Raises DamagedCheckpointError and ValueError for files that cannot be
         read."""
-        expected = to_hf(self.checkpoint.config.model)
-        yield Finding(CONFIG, f"{len(expected)} keys", _other_keys("", self.folder.config, expected))
+        expected, config = to_hf(self.checkpoint.config.model), dict(self.folder.config)
+        if config.get("time_step_min") == 0:  # version 0.2
+            config["time_step_min"] = SMALLEST_STEP
+        yield Finding(CONFIG, f"{len(expected)} keys", _other_keys("", config, expected))
         yield self._presence()
         yield self._plain_tensors()
         if self.trained is not None and (layout := self.folder.layout) is not None:

@@ -4,6 +4,7 @@
     python scripts/convert.py export-hf runs/8b/checkpoints/step_00002000 exported/8b --format nvfp4
     python scripts/convert.py check exported/8b runs/8b                       compare with the checkpoint, bit for bit
     python scripts/convert.py import-hf exported/8b checkpoints/8b            a checkpoint to begin a run from
+    python scripts/convert.py export-gguf runs/8b exported/8b.gguf            a file for llama.cpp
     python scripts/convert.py export-megatron runs/8b exported/megatron_8b    a checkpoint for Megatron-LM
     python scripts/convert.py import-megatron /data/megatron/8b checkpoints/8b
 
@@ -29,6 +30,7 @@ import yaml
 
 from data.indexed import document_tokens_text
 from data.tokenizer import TextTokenizer
+from exchange import gguf
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import NVFP4Weights, export_hf
@@ -84,6 +86,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--plan", choices=_PLANS, help="NVFP4 after a precision switch: use the plan now or before the switch")
     add("--calibrate", type=int, metavar="N", help="NVFP4: measure scales of inputs (W4A4) on N held-out sequences")
 
+    add = command("export-gguf", export_gguf_command, with_tokenizer)
+    add("checkpoint", type=Path, help=run)
+    add("output", type=Path, help="the file to write, which must not exist")
+    add("--format", choices=gguf.FORMATS, default="bf16", help="of the weights (default bf16)")
+    add("--plan", choices=_PLANS, help="NVFP4 after a precision switch: use the plan now or before the switch")
+
     add = command("export-megatron", export_megatron_command, with_tokenizer)
     add("checkpoint", type=Path, help=run)
     add("output", type=Path, help="the folder to write, which must not exist")
@@ -131,6 +139,25 @@ def export_hf_command(options: argparse.Namespace) -> int:
             print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
     dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
     export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
+    _print_written(options.output, checkpoint, tokenizer, began)
+    return 0
+
+
+def export_gguf_command(options: argparse.Namespace) -> int:
+    """Write a GGUF file for llama.cpp, with the run's tokenizer.
+
+    In NVFP4 it has the codes and scales that the model was trained with; linears without codes are bfloat16. llama.cpp
+    computes hybrids in NVFP4, Transformers in bfloat16 or float32.
+    """
+    if options.format != "nvfp4" and options.plan is not None:
+        raise ValueError("--plan is for NVFP4; add --format nvfp4, or leave it out")
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
+    tokenizer, trained, progress = _tokenizer(options, checkpoint), None, ProgressLine("elements written")
+    if options.format == "nvfp4":
+        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
+    gguf.export_gguf(
+        checkpoint, options.output, kind=options.format, trained=trained, tokenizer=tokenizer, progress=progress
+    )
     _print_written(options.output, checkpoint, tokenizer, began)
     return 0
 
@@ -230,7 +257,7 @@ def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> TextToken
 
 
 def _print_written(output: Path, checkpoint: Checkpoint, tokenizer: TextTokenizer | None, began: float) -> None:
-    size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file())
     print(
         f"{output}: {printable(checkpoint.config.model.name)} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
         f"{time.monotonic() - began:.1f} s"
