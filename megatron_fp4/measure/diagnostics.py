@@ -24,7 +24,8 @@ other: the probe draws from no generator, and it never waits for the device.
                 the noise that this wgrad adds. (gradient_noise.py measures the noise of a whole step.)
 
 Everything is a sum or a maximum over elements, in FP64, so chunks, micro-batches and ranks can be combined. A tensor
-that several ranks hold is counted once for each rank, which changes no ratio. Partial products of tensor-parallel ranks
+that several ranks hold is counted once for each rank, which changes no ratio. The linears of experts are measured one
+by one, each segment of tokens as a lone linear, and added up. Partial products of tensor-parallel ranks
 are added up before they are compared. The weight gradient is that of one rank's micro-batch.
 
 A large operand is measured on a sample: at least half a million elements, in bands of rows spread evenly over the
@@ -51,7 +52,7 @@ from torch.nn import functional as F
 
 from megatron_fp4.precision.emulated import EMULATED, GemmOperand, amax_of, shared_amax, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.operands import LinearCall, LinearContext, same_weight_codes
+from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -176,7 +177,7 @@ class Probe:
             for context in linears.values():
                 context.probe = None
 
-    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ProbedCall | None:
+    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ProbedCall | _ProbedSegments | None:
         """Measure the forward pass; returns what measures the backward pass, or None if this call is not measured.
 
         x: [tokens, in]. y: [tokens, out], the linear's local result. Collective over tensor-parallel ranks.
@@ -185,6 +186,8 @@ class Probe:
         if not call.recipe.quantized or (self.once and name in self._recipes):
             return None
         self._recipes[name] = call.recipe.name
+        if isinstance(call, GroupedCall):
+            return _ProbedSegments(self, call, x.detach(), y.detach())
         probed = ProbedCall(self, call, x.detach())
         probed.forward(y.detach())
         return probed
@@ -344,6 +347,24 @@ class ProbedCall:
             return None
         axes = [axis for axis, placement in enumerate(spec.placements) if placement.is_shard(dim)]
         return next((spec.mesh.get_group(axis) for axis in axes if spec.mesh.size(axis) > 1), None)
+
+
+class _ProbedSegments:
+    """One call of the linears of experts under measurement: a `ProbedCall` for each segment with tokens."""
+
+    def __init__(self, probe: Probe, call: GroupedCall, x: Tensor, y: Tensor) -> None:
+        assert call.segments is not None and call.segments.sources == 1, "the gradient of a segment is its expert's"
+        self.calls: dict[int, tuple[slice, ProbedCall]] = {}
+        for number, (rows, _) in enumerate(call.segments.sizes):
+            if rows.start < rows.stop:
+                self.calls[number] = rows, ProbedCall(probe, call.lone(number, x[rows]), x[rows])
+                self.calls[number][1].forward(y[rows])
+
+    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """As `ProbedCall.backward`."""
+        for number, (rows, call) in self.calls.items():
+            of_weight = None if dw is None else local_part(dw)[number]
+            call.backward(dy[rows], None if dx is None else dx[rows], of_weight)
 
 
 def sample_rows(x: Tensor) -> Tensor:

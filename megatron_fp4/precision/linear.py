@@ -119,7 +119,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 scattered.append(start_reduce_scatter(y, group, async_op=overlaps or w is not w_parts[-1]))
             parts.append(y)
         ctx.observed = None
-        if (probe := context.probe) is not None and segments is None:
+        if (probe := context.probe) is not None:
             whole = y if len(parts) == 1 else torch.cat(parts, 1)
             ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(whole))
         if make_kept is not None and kept is None:

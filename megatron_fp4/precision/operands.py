@@ -473,3 +473,25 @@ class GroupedCall(LinearCall):
         assert self.segments is not None
         positions = self.segments.positions
         return Place(Span(0 if positions is None else positions), segments=self.segments)
+
+    def lone(self, number: int, x: Tensor) -> LinearCall:
+        """The call of a lone linear that has the codes and results of a segment, whose rows are `x`. Waits for the
+        device."""
+        assert self.segments is not None
+        expert, (_, rows) = number // self.segments.sources, self.segments.sizes[number]
+        weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]
+        at = self.segments.padded_positions
+        at = at + rows.start if isinstance(at, int) else at[rows]
+        return _LoneCall(replace(self.context, weight_cache=None), weight, x, expert * len(weight), at)
+
+
+class _LoneCall(LinearCall):
+    """Of one segment of a `GroupedCall`. first: the first row of its weight. at: of its tokens with padding."""
+
+    def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, first: int, at: int | Tensor) -> None:
+        super().__init__(context, weight, x)
+        self.micro_batch, self._first, self._at = 0, first, at
+
+    def place(self, tensor: str, all_tokens: bool = False) -> Place:
+        """As `LinearCall.place`."""
+        return Place(Span(self._first if tensor == "weight" else self._at))

@@ -251,6 +251,11 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
                 f"parallel.tensor={tensor} x {multiple // tensor} = {multiple}, as {row.key}.dgrad.rht="
                 f"{row.recipe.dgrad.rht} requires; use one, fewer ranks, or a smaller transform"
             )
+        if linear.experts > 1 and linear.out_features % (outputs := block_alignment(row.recipe).outputs):
+            raise ConfigError(
+                f"{linear.out_features} output features of {linear.title} are not a multiple of {outputs}, as experts "
+                f"need with the blocks of {row.key}={row.recipe.name}; use one, or choose another format"
+            )
     if backend == "transformer_engine" and (problem := _size_problem(plan, tensor, te.alignment)):
         raise ConfigError(f"{problem}, as precision.backend={backend} requires; use one, or precision.backend=emulated")
 
@@ -436,6 +441,8 @@ def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) ->
     plans: as in `choose_backend`."""
     for plan in (plan for plan in plans if plan is not None):
         for row in plan.rows:
+            if row.linear.experts > 1:
+                return f"its GEMM for experts was not run yet, and {row.linear.name} has experts"
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
                 return f"it cannot compute {refusal[0]}"
         if native == "transformer_engine" and (problem := _size_problem(plan, config.parallel.tensor, te.alignment)):

@@ -121,6 +121,7 @@ class _RecordingBackend(EmulatedBackend):
     """Records the operands of the GEMMs, as (`code * block scale`, tensor scale), in the order of `SLOTS`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
 
     def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:

@@ -1,11 +1,13 @@
 """The linears of several experts against a lone linear for each segment, bit for bit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.precision.backend import RowGroups, block_alignment
 from megatron_fp4.precision.linear import grouped_linear, quantized_linear
 from megatron_fp4.precision.operands import LinearContext
@@ -51,7 +53,7 @@ def tensors(counts: Tensor, rest: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lone_linears(
-    x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, counts: list[list[int]], tokens: Tensor
+    x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, counts: list[list[int]], tokens: Tensor, probe: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and dW of a `quantized_linear` for each segment."""
     multiple, start = block_alignment(recipe).tokens, 0
@@ -70,6 +72,7 @@ def lone_linears(
             if count % multiple:
                 positions = torch.cat((positions, padding[count % multiple :]))
             context = Lone("experts", recipe, StepState(seed=1, step=4), tokens=positions, first=expert * OUTPUTS)
+            context.probe = probe
             given = x[rows].clone().requires_grad_()
             y[rows] = (out := quantized_linear(given, weight, context)).detach()
             out.backward(dy[rows])
@@ -94,3 +97,40 @@ def test_codes_and_products_are_those_of_a_lone_linear_for_each_segment(name: st
     expected = lone_linears(x, w, dy, recipe, counted.view(4, -1).tolist(), tokens)
     for found in results:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, codes quantized again", "quartet 2"])
+def test_a_probe_measures_what_it_measures_at_lone_linears(name: str) -> None:
+    counts = torch.tensor(COUNTS["experts"])
+    (x, w, dy), tokens, recipe = tensors(counts), of_experts(counts), ref.RECIPES[name]
+    grouped, lone = Probe(), Probe(once=False)
+    context = LinearContext("experts", recipe, StepState(seed=1, step=4), probe=grouped)
+    grouped_linear(x.requires_grad_(), w.requires_grad_(), context, Segments.of_experts(counts, tokens)).backward(dy)
+    lone_linears(x.detach(), w.detach(), dy, recipe, counts.view(4, 1).tolist(), tokens, lone)
+    assert grouped._sums.keys() == lone._sums.keys() and {part for _, part in grouped._sums} >= {
+        "fprop",
+        "dgrad",
+        "wgrad",
+    }
+    for part, sums in lone._sums.items():
+        assert torch.equal(grouped._sums[part], sums)
+
+
+def test_later_micro_batches_add_to_the_gradient_in_place_and_no_tokens_change_nothing() -> None:
+    counts = torch.tensor(COUNTS["experts"])
+    (x, w, dy), weight = tensors(counts), tensors(counts)[1].requires_grad_()
+    context = LinearContext("experts", ref.NVFP4, StepState(seed=1))
+    gradients = []
+    for rows, tokens in (
+        (slice(None), of_experts(counts)),
+        (slice(None), 9000 + of_experts(counts)),
+        (slice(0), counts[:0]),
+    ):
+        for of in (weight, w.clone().requires_grad_()):
+            segments = Segments.of_experts(counts if len(tokens) else counts * 0, tokens)
+            grouped_linear(x[rows].requires_grad_(), of, context, segments).backward(dy[rows])
+            assert of.grad is not None
+        gradients.append((of.grad, weight.grad.data_ptr()))  # type: ignore[union-attr]
+    (first, address), (second, same), (none, still) = gradients
+    assert address == same == still and not none.any() and not torch.equal(first, second)
+    assert weight.grad is not None and torch.equal(weight.grad, first + second)
