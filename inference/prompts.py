@@ -29,7 +29,7 @@ class Prompts(AtValidation):
         requests = [Request(prompt_tokens(tokenizer, prompt)) for prompt in config.prompts]
         found: list[Continuation] | None = None
         # Training itself handles numbers that are not finite, with a diagnosis.
-        with suppress(NotFiniteError), evaluation_mode(trainer.model), trainer.precision.other_recipes(lambda _: BF16):
+        with suppress(NotFiniteError), trainer.precision.other_recipes(lambda _: BF16), evaluation_mode(trainer.model):
             found = generate(trainer.model, requests, settings, trainer.progress.alive)
         samples: list[dict[str, Any]] = []
         for i, (prompt, request) in enumerate(zip(config.prompts, requests, strict=True)):

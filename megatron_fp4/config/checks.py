@@ -140,9 +140,10 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
     train, parallel, data, spikes = config.train, config.parallel, config.data, config.spikes
     shards = parallel.shards(world_size)
     largest = max((phase.global_batch_size or train.global_batch_size for phase in data.phases), default=1)
-    one_micro_batch = largest <= train.micro_batch_size * parallel.data_parallel_size(world_size)
-    if parallel.reduce_gradients == "each" and (shards == 1 or one_micro_batch):
-        why = "steps of one micro-batch" if shards > 1 else "one shard"
+    # FSDP2 reduces once beside a single backward pass.
+    once = parallel.reshard and largest <= train.micro_batch_size * parallel.data_parallel_size(world_size)
+    if parallel.reduce_gradients == "each" and (shards == 1 or once):
+        why = "parallel.reshard=true and steps of one micro-batch" if shards > 1 else "one shard"
         yield f"parallel.reduce_gradients=each has no effect with {why}; set it to once"
     if not data.phases:
         yield "data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'"

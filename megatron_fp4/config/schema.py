@@ -413,13 +413,13 @@ class ParallelConfig:
     sequence: bool | None = None
     """sequence parallelism between the layers (null: on if tensor > 1)."""
     replicate: AtLeastOne = 1
-    """number of FSDP replicas (hybrid sharding)."""
+    """number of replicas of all shards (hybrid sharding)."""
     reshard: bool = False
     """`true`: free gathered parameters after every use (less memory); `false`: keep them for the whole step (less
     communication). Weights that are gathered as 4-bit codes are kept in any case."""
     reduce_gradients: Literal["once", "each"] = "once"
     """reduce them over the shards `once` a step (less communication; each rank keeps the FP32 gradients of its whole
-    tensor-parallel slice until then) or after `each` micro-batch (each rank keeps those of its shard)."""
+    tensor-parallel slice until then) or in `each` micro-batch (each rank keeps those of its shard)."""
     reproducible: bool = False
     """the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does not depend
     on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay."""

@@ -1,12 +1,20 @@
-"""Data parallelism by FSDP2: sharded FP32 masters, compute in BF16, gradients summed in FP32.
+"""Data parallelism: ranks compute other micro-batches, and hold other rows of every parameter.
 
-FSDP2's settings: `param_dtype` is the dtype of the parameters in the forward pass; `reduce_dtype` (FP32) is the dtype
-in which gradients are summed over ranks and micro-batches; `cast_forward_inputs` is off, because token ids and FP32
-losses must not be cast. Parameters that must stay FP32 (Mamba-2's A, D and dt bias) are gathered in FP32 with their
-block. Weights of quantized linears are gathered as 4-bit codes if nothing reads more of them (gathered_codes.py).
+Where parameters fit, a step gathers once and reduces once, and its micro-batches run as on one GPU, without hooks and
+messages:
 
-With one data-parallel rank FSDP2 is not used: for a small model its hooks would take more host time than everything
-else. The parameters stay FP32 masters, and each one says how the forward pass rounds it (`Rounding`).
+    before the first micro-batch   fill the buffers with the parameters of all ranks, as codes, BF16 or FP32
+    micro-batches                  read the buffers, which keep their addresses, so that CUDA graphs can
+    after the last one             add up the FP32 gradients over ranks, each rank those of its rows
+
+Between steps the modules have the shards: FP32 masters, which the optimizer and checkpoints see, as DTensors placed as
+FSDP2 places them. While `gathered_parameters` is entered, the modules have parameters in the buffers. Mamba-2's A, D
+and dt bias are gathered in FP32, weights of quantized linears as 4-bit codes if nothing reads more of them
+(gathered_codes.py).
+
+With `parallel.reshard=true` or `parallel.reduce_gradients=each` FSDP2 gathers and reduces in every micro-batch instead
+(fsdp.py). With one data-parallel rank there is neither: the parameters stay FP32 masters, and each one says how the
+forward pass rounds it (`Rounding`).
 
 Gradients are summed, not averaged: the loss of every micro-batch is divided by the number of micro-batches of the
 global batch before its backward pass, so this pass is the same on any number of ranks.
@@ -16,17 +24,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_fp4.parallel.gathered_codes import gather_codes, gather_in_fp32, weight_specs
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.fsdp import shard
+from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
+from megatron_fp4.parallel.layers import QuantizedLinear
+from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
+from megatron_fp4.parallel.parameters import gathered_parameter
 from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
-from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
+from megatron_fp4.precision.fp32_gradients import Rounding, gradient_of, local_part, set_rounding
+from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
+
+# Parameters that share a message: a small model's host needs as long for a message as for a block.
+_BUCKET_ELEMENTS = 2**25
 
 
 def apply_data_parallel(
@@ -41,17 +59,20 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` over the data-parallel axis, in place. Gradients are summed over its ranks.
 
-    units: modules that are each gathered as a whole, in order of execution (the blocks). ends: modules at the model's
-    ends (embedding and head), also gathered one by one, so that their messages overlap with the rest of a step, and
-    kept until their backward pass. Other parameters (of the final norm) are gathered first, with the model itself.
+    units: the blocks, in order of execution. ends: modules at the model's ends (embedding and head). FSDP2 gathers each
+    of these as a whole, ends until their backward pass, and other parameters (of the final norm) first.
     fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass; with one
     rank: keep no rounded copies between micro-batches.
+
+    Raises ValueError for a parameter that has no rows, or lies on an axis that the mesh does not name.
     """
     if mesh.batch.size == 1:
         _set_rounding_at_first_forward(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
-    else:
+    elif reshard or mesh.reduce_each:
         shard(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
+    else:
+        model._sharded_model = ShardedModel(model, mesh, fp32_units, compute_dtype)  # type: ignore[assignment]
     model._gradient_tree = GradientTree(model, mesh) if mesh.reproducible else None  # type: ignore[assignment]
 
 
@@ -60,51 +81,212 @@ def gradient_tree(model: nn.Module) -> GradientTree | None:
     return getattr(model, "_gradient_tree", None)
 
 
-def shard(
-    model: nn.Module, mesh: ParallelMesh, units: list[nn.Module], fp32_units: list[nn.Module],
-    compute_dtype: torch.dtype, reshard: bool, ends: Sequence[nn.Module] = (),
-) -> None:  # fmt: skip
-    """`apply_data_parallel` with FSDP2, also for one rank."""
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    specs, fsdp_hooks = weight_specs(units), list[tuple[dict[int, Any], list[int]]]()
-    for module in (*units, *ends, model):
-        hooks_before = [(hooks, set(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module in units)
-        assert isinstance(module, FSDPModule)
-        gather_in_fp32(module, fp32_units)
-        if module is model and mesh.shards.size() > 1:
-            gather_codes(model, units, specs, mesh.shards, compute_dtype, reshard)
-        # A module does not record who registered a hook: the new ones are FSDP2's.
-        fsdp_hooks += [(hooks, [key for key in hooks if key not in old_keys]) for hooks, old_keys in hooks_before]
-        module.set_gradient_divide_factor(1.0)
-        # Otherwise FSDP2 reduces with premultiplication by the factor, which gloo does not support.
-        module.set_force_sum_reduction_for_comms(True)
-        if mesh.reproducible:
-            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
-            if mesh.replica is not None:
-                module.set_all_reduce_hook(partial(tree_all_reduce, group=mesh.replica.group))
-    model._fsdp_hooks = fsdp_hooks  # type: ignore[assignment]
-
-
 @contextmanager
-def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """A context without FSDP2's forward hooks, for a micro-batch between the first and the last of a step.
+def gathered_parameters(model: nn.Module) -> Iterator[ShardedModel | None]:
+    """Inside, `model` can run. Afterwards its parameters are the shards, also after an error. A collective.
 
-    The parameters of `model` must stay gathered. Autograd sums gradients in the gathered parameters, so FSDP2's hooks
-    have nothing to gather or reduce, but take a tenth of a second of host time for a small model. Other hooks stay; no
-    hook may be added or removed inside.
+    Yields what has to `reduce` the gradients; None: FSDP2 does, or there is one data-parallel rank.
     """
-    fsdp_hooks: list[tuple[dict[int, Any], list[int]]] = getattr(model, "_fsdp_hooks", [])
-    copies = [hooks.copy() for hooks, _ in fsdp_hooks]
-    for hooks, keys in fsdp_hooks:
-        for key in keys:
-            del hooks[key]
+    sharded: ShardedModel | None = getattr(model, "_sharded_model", None)
     try:
-        yield
+        if sharded is not None:
+            sharded.gather()
+        yield sharded
     finally:
-        for (hooks, _), copy in zip(fsdp_hooks, copies, strict=True):
-            hooks.clear()
-            hooks.update(copy)
+        if sharded is not None:
+            sharded.release()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # without a backward pass, FSDP2 keeps the parameters gathered
+                module.reshard()
+
+
+class ShardedParameter:
+    """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
+
+    module, name: where it is. dtype: of the gathered values. codes: of the weight of a quantized linear. as_codes:
+    whether these are gathered now. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
+    """
+
+    def __init__(self, module: nn.Module, name: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if not parameter.dim():
+            raise ValueError(f"the parameter {name} has no rows to shard; give it one dimension")
+        self.module, self.name, self.dtype = module, name, dtype
+        local, ranks, rank = local_part(parameter), mesh.shards.size(), mesh.shards.get_local_rank()
+        self.size, self.num_rows, self.chunk = local.shape, len(local), -(-len(local) // ranks)
+        self.spec = parameter._spec if isinstance(parameter, DTensor) else None
+        self.shard_spec = _sharded_spec(parameter, mesh)
+        rows = local[self.chunk * rank : self.chunk * (rank + 1)].clone()
+        self.shard = nn.Parameter(gradient_of(rows, self.shard_spec), parameter.requires_grad)
+        self.show(self.shard)
+        self.codes: WeightCodes | None = None
+        if isinstance(module, QuantizedLinear) and local.dim() == 2:  # weights of experts have values
+            self.codes = WeightCodes(module.context, self.size, self.spec, mesh.shards, dtype, lambda: self.rows)
+        self.as_codes = False
+        # By `as_codes`. Codes stay while values are gathered for a probe, because CUDA graphs read them.
+        self._gathered: dict[bool, tuple[nn.Parameter, list[Tensor]]] = {}
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows of the FP32 master."""
+        return local_part(self.shard)
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        return self._gathered[self.as_codes][0]
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Give the module this parameter."""
+        self.module._parameters[self.name] = parameter
+
+    def find_shard(self) -> None:
+        """Look up the shard, because initialization and loading may replace it."""
+        self.shard = self.module._parameters[self.name]  # type: ignore[assignment]
+
+    def decide(self) -> None:
+        """Choose between codes and values, after what this follows from has changed."""
+        if self.codes is None:
+            return
+        context, self.as_codes = self.codes.context, self.codes.context.gathers_codes
+        context.weight_cache = None  # its codes change, or the memory they are in
+        if self.as_codes:
+            self._gathered.pop(False, None)
+            if self.codes.follow_recipe():
+                self._gathered.pop(True, None)
+        elif context.probe is None and context.watcher is None:
+            self._gathered.pop(True, None)
+
+    def message(self) -> list[Tensor]:
+        """This rank's rows as they are gathered, padded to `chunk` rows."""
+        if self.as_codes:
+            assert self.codes is not None
+            return [*self.codes.quantized_rows()]
+        rows = self.rows.to(self.dtype)
+        missing = self.chunk - len(rows)
+        return [torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows]
+
+    def buffers(self, num_rows: int) -> list[Tensor]:
+        """The memory that the messages of all ranks are gathered into, `num_rows` rows; made once."""
+        codes, trained = self.codes if self.as_codes else None, self.shard.requires_grad
+        if self.as_codes not in self._gathered:
+            if codes is not None:
+                self._gathered[True] = codes.placeholder(trained), [*codes.empty(num_rows)]
+            else:
+                buffer = torch.empty(num_rows, *self.size[1:], dtype=self.dtype, device=self.rows.device)
+                parameter = gathered_parameter(buffer[: self.num_rows], self.spec, trained)
+                self._gathered[False] = parameter, [buffer]
+        parameter, buffers = self._gathered[self.as_codes]
+        if codes is not None:
+            codes.attach(parameter, buffers)
+        return buffers
+
+    def add_gradient(self, rows: Tensor) -> None:
+        """Add to the shard's gradient. rows: flat, padded to `chunk` rows."""
+        rows = rows.view(self.chunk, *self.size[1:])[: len(self.rows)]
+        if self.shard.grad is None:
+            self.shard.grad = gradient_of(rows, self.shard_spec)
+        else:
+            local_part(self.shard.grad).add_(rows)
+
+
+def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
+    """How the shards of `parameter` are placed: over replicas, rows, and the axes that the parameter lies on."""
+    replicas = [] if mesh.reproducible else axes_of(mesh.device_mesh, "batch", without="rows")
+    if not isinstance(parameter, DTensor):
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        return DTensorSpec(mesh.fsdp, (*[Replicate()] * len(replicas), Shard(0)), tensor_meta=meta)
+    spec = parameter._spec
+    names = (*replicas, *axes_of(mesh.device_mesh, "rows"), *(spec.mesh.mesh_dim_names or ()))
+    if unknown := set(names) - set(mesh.sizes):
+        raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
+    parts = spec.num_shards_map[0]
+    rows = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
+    axes = mesh.device_mesh if names == mesh.device_mesh.mesh_dim_names else mesh.device_mesh[names]
+    placements = (*[Replicate()] * len(replicas), rows, *spec.placements)
+    return DTensorSpec(axes, placements, tensor_meta=spec.tensor_meta)
+
+
+class ShardedModel:
+    """Gathers the parameters of a model, and reduces their gradients."""
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, fp32_units: Sequence[nn.Module], dtype: torch.dtype
+    ) -> None:
+        self.mesh, fp32 = mesh, {id(unit) for unit in fp32_units}
+        self.parameters = [
+            ShardedParameter(module, name, mesh, torch.float32 if id(module) in fp32 else dtype)
+            for module in model.modules()
+            for name in [name for name, parameter in module._parameters.items() if parameter is not None]
+        ]
+        self._codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
+        self._reasons: list[Any] | None = None  # what the current forms follow from
+        self._maxima = SharedMaxima([], mesh.shards)
+        self._buckets: list[list[ShardedParameter]] = [[]]
+        size = 0
+        for parameter in self.parameters:
+            if self._buckets[-1] and size + parameter.size.numel() > _BUCKET_ELEMENTS:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(parameter)
+            size += parameter.size.numel()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Fill the buffers, and give the modules the parameters in them. A collective."""
+        for parameter in self.parameters:
+            parameter.find_shard()
+        reasons = [codes.reasons for codes in self._codes]
+        if reasons != self._reasons:
+            for parameter in self.parameters:
+                parameter.decide()
+            as_codes = [p.codes for p in self.parameters if p.codes is not None and p.as_codes]
+            self._maxima, self._reasons = SharedMaxima(as_codes, self.mesh.shards), reasons
+        self._maxima.measure()
+        group, ranks = self.mesh.shards.get_group(), self.mesh.shards.size()
+        for bucket in self._buckets:
+            parts = [part.flatten().view(torch.uint8) for parameter in bucket for part in parameter.message()]
+            sizes, message = [len(part) for part in parts], torch.cat(parts)
+            received = start_all_gather(message, group, async_op=False).wait()
+            buffers = [buffer for parameter in bucket for buffer in parameter.buffers(ranks * parameter.chunk)]
+            out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
+            torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
+        for parameter in self.parameters:
+            parameter.show(parameter.gathered)
+
+    def release(self) -> None:
+        """Give the modules the shards. The buffers stay."""
+        for parameter in self.parameters:
+            parameter.show(parameter.shard)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add the gradients of all ranks to those of the shards, and drop them. A collective."""
+        group, ranks = self.mesh.shards.get_group(), self.mesh.shards.size()
+        for bucket in reversed(self._buckets):
+            # Which have a gradient is the same on all ranks.
+            trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
+            if not trained:
+                continue
+            gradients = [local_part(parameter.gathered.grad) for parameter in trained]  # type: ignore[arg-type]
+            sizes = [parameter.chunk * parameter.size[1:].numel() for parameter in trained]
+            message = torch.empty(ranks, sum(sizes), device=self.mesh.device)
+            torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=message)
+            del gradients
+            for parameter in trained:
+                parameter.gathered.grad = None
+            if self.mesh.reproducible:
+                total = message.new_empty(sum(sizes))
+                TreeReduceScatter()(total, message.view(-1), group, None)
+            else:
+                total = start_reduce_scatter(message.view(-1), group, async_op=False).wait()
+            if self.mesh.replica is not None:
+                if self.mesh.reproducible:
+                    tree_all_reduce(total, self.mesh.replica.group)
+                else:
+                    dist.all_reduce(total, group=self.mesh.replica.group)
+            for parameter, rows in zip(trained, total.split(sizes), strict=True):
+                parameter.add_gradient(rows)
 
 
 def _set_rounding_at_first_forward(model: nn.Module, rounding: Rounding, fp32_units: list[nn.Module]) -> None:

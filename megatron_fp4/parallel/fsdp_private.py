@@ -21,7 +21,7 @@ NAMES = {
     ("_fsdp_param.py", "ParamModuleInfo"): ["module"],
     ("_fsdp_param.py", "FSDPParam"): [
         *("_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_param_data", "_init_extensions"),
-        *("_unsharded_param", "all_gather_outputs", "sharded_param", "unsharded_param", "free_unsharded_param"),
+        *("_unsharded_param", "all_gather_outputs", "sharded_param", "unsharded_param"),
         *("fsdp_pre_all_gather", "fsdp_post_all_gather"),
     ],
 }
@@ -72,27 +72,14 @@ class ShardedParameter:
             shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
         self._param._init_extensions()
 
-    def forget_messages(self) -> None:
-        """Drop the message buffers, because the next all-gather has messages of other sizes."""
+    def gather_into(self, gathered: nn.Parameter | None) -> None:
+        """From now on, gather into `gathered` (None: into a new parameter) through new message buffers, because the
+        next messages have other sizes. FSDP2 makes both once and reuses them."""
         self._param.all_gather_outputs = []
-
-    def keep_memory(self, wanted: Callable[[nn.Parameter], bool]) -> None:
-        """From now on, when FSDP2 would free the gathered parameter, keep it if `wanted` returns true for it."""
-        param, free = self._param, self._param.free_unsharded_param
-        param.free_unsharded_param = lambda: None if wanted(param._unsharded_param) else free()
-
-    def exchange(
-        self, gathered: nn.Parameter | None, messages: list[Tensor]
-    ) -> tuple[nn.Parameter | None, list[Tensor]]:
-        """From now on, gather into `gathered` (None: into a new parameter) through the buffers `messages`. Returns the
-        previous ones; FSDP2 makes both once and reuses them."""
-        before = getattr(self._param, "_unsharded_param", None), self._param.all_gather_outputs
-        if gathered is None:
-            del self._param._unsharded_param
-        else:
+        if gathered is not None:
             self._param._unsharded_param = gathered
-        self._param.all_gather_outputs = messages
-        return before
+        elif hasattr(self._param, "_unsharded_param"):
+            del self._param._unsharded_param
 
 
 def parameters_of(unit: FSDPModule) -> list[ShardedParameter]:

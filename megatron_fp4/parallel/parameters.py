@@ -9,7 +9,8 @@ FP32.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from megatron_fp4.precision.fp32_gradients import (
     local_part,
     rounding_of,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
@@ -38,6 +42,14 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
         placement = Shard(shard_dim)
     data = torch.empty(local, dtype=torch.float32)
     return nn.Parameter(DTensor.from_local(data, mesh.layers, [placement], run_check=False))
+
+
+def gathered_parameter(local: Tensor, spec: DTensorSpec | None, requires_grad: bool) -> nn.Parameter:
+    """A parameter whose local part is `local`, of any dtype, placed by `spec` (None: it is no DTensor)."""
+    if spec is not None:
+        assert spec.tensor_meta is not None
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return nn.Parameter(gradient_of(local, spec), requires_grad)
 
 
 def local_parameter(parameter: Tensor) -> Tensor:

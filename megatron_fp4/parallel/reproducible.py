@@ -13,8 +13,8 @@ group of consecutive micro-batches, summed one after another; the size of the gr
 This needs `once`.
 
 Between ranks, an all-to-all gives each rank its shard of all gradients (as many bytes as a ring sends), and the rank
-adds them. FSDP2 calls this instead of its reduce-scatter, and instead of its all-reduce over replicas: FSDP2 shards
-over `dp` only, and a hook then sums each reduced shard over replicas.
+adds them. Then each reduced shard is summed over replicas in the same way. FSDP2 calls this instead of its
+reduce-scatter and, by a hook, of its all-reduce over replicas.
 
 The binary counter keeps as many extra FP32 gradients as a rank's tree has levels: complete ones with `once`, shards
 with `each`.
@@ -23,7 +23,6 @@ with `each`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torch.nn.functional import pad
 from megatron_fp4.parallel.fsdp_private import before_reduction, parameters_of, reduction_streams
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.messages import start_all_gather
 
 
 def leaf_size(num_micro_batches: int) -> int:
@@ -50,7 +50,7 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 class TreeReduceScatter:
-    """Replaces FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
+    """Replaces a reduce-scatter, also FSDP2's (`set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -70,25 +70,23 @@ def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % ranks))
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
-    dist.all_gather_into_tensor(padded, tree_sum(received.view(ranks, -1)), group=group)
-    tensor.copy_(padded[: len(tensor)])
+    sums = start_all_gather(tree_sum(received.view(ranks, -1)), group, async_op=False).wait()
+    tensor.copy_(sums[: len(tensor)])
 
 
 class GradientTree:
     """The part of the tree that one rank sums, between the micro-batches of `accumulate`.
 
-    model: sharded by FSDP2, unless there is one data-parallel rank.
+    model: FSDP2 may shard it.
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         # Functions that return the parameters of a group; FSDP2 reduces the gradients of a group together.
         self._groups: list[Callable[[], list[nn.Parameter]]] = []
         self._reduced_in_streams: FSDPModule | None = None  # the model, if CUDA streams reduce each micro-batch
-        if mesh.batch.size == 1:
-            # Looked up in the first step, because initialization replaces the parameters.
-            self._groups.append(cache(lambda: [p for p in model.parameters() if p.requires_grad]))
+        if not isinstance(model, FSDPModule):
+            self._groups.append(lambda: [p for p in model.parameters() if p.requires_grad])
         else:
-            assert isinstance(model, FSDPModule)
             if mesh.reduce_each and mesh.device.type == "cuda":
                 self._reduced_in_streams = model
             for module in model.modules():

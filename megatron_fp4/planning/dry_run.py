@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,8 @@ from megatron_fp4.training.step import accumulate, update
 _WORKSPACES = 2 * 32 * 2**20
 _ALLOCATION_UNIT = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
+# Ranks along these compute other micro-batches.
+BATCH_AXES = [axis.name for axis in AXES if "batch" in axis.divides]
 
 # (mesh, step state, execution, backend) -> the model and the controller of its linears.
 Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
@@ -105,9 +108,8 @@ class RankMemory:
     quantized_weights: weights that linears keep from micro-batch to micro-batch, including those gathered as codes;
         with one data-parallel rank also those that are only rounded.
     activations: what the forward pass of one micro-batch keeps for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's tensor-parallel slice, while micro-batches add to them. 0 with one
-        micro-batch in a step, which reduces at once, and with one data-parallel rank, whose gradients are as large as
-        `parameters`.
+    unreduced_gradients: FP32 gradients of the rank's tensor-parallel slice, until ranks add them up. 0 if FSDP2 reduces
+        them in every micro-batch, and with one data-parallel rank, whose gradients are as large as `parameters`.
     kept_sums: sums of subtrees with parallel.reproducible.
     workspaces: what PyTorch allocates for cuBLAS.
     peak: the most at any moment of a step, temporaries included.
@@ -130,8 +132,8 @@ class DryRun:
     """What one step needs, for the largest batch of any phase: `micro_batches` micro-batches on each rank.
 
     first, middle, last: the collectives of the step's first micro-batch, of each one in the middle and of the last one,
-    with their number, as the first rank sees them. ends: of these, FSDP's first all-gather and last reduction, which
-    nothing can hide.
+    with their number, as the first rank sees them. ends: of these, those over data-parallel ranks that nothing can
+    hide: FSDP2's first all-gather and last reduction; without FSDP2 all.
     """
 
     memory: RankMemory
@@ -200,7 +202,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             ledger.restart_peak()
             step_state.micro_batch = 0  # messages before the first micro-batch count as part of it
             step(1, shown)
-            memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.batch.size > 1)
+            by_fsdp = isinstance(model, FSDPModule)
+            reduced_at_once = mesh.reduce_each or (by_fsdp and max(numbers) == 1)
+            memory = watch.memory(not reduced_at_once and mesh.batch.size > 1)
             if mesh.reproducible:
                 leaves = max(number // leaf_size(number * mesh.batch.size) for number in numbers)
                 kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
@@ -210,14 +214,17 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
         sent = [(part, replace(message, group=names.get(message.group, "all ranks"))) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
-        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent]))
+        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent], by_fsdp))
 
 
-def _ends(sent: Sequence[Message]) -> Counter[Message]:
-    """FSDP's first all-gather, and its last reduction over shards and over replicas."""
+def _ends(sent: Sequence[Message], by_fsdp: bool) -> Counter[Message]:
+    """Messages over data-parallel ranks that nothing hides: FSDP2's first all-gather, and its last reduction over
+    shards and over replicas; without FSDP2 all."""
+    if not by_fsdp:
+        return Counter(message for message in sent if message.group in BATCH_AXES)
     over_shards, over_replicas = {"all-gather": 0, "reduce-scatter": -1, "all-to-all": -1}, {"all-reduce": -1}
     ends: list[Message] = []
-    for axis in (axis for axis in AXES if "batch" in axis.divides):
+    for axis in (axis for axis in AXES if axis.name in BATCH_AXES):
         for operation, place in (over_shards if "rows" in axis.divides else over_replicas).items():
             alike = [message for message in sent if (message.operation, message.group) == (operation, axis.name)]
             ends += alike[place:][:1]
@@ -409,9 +416,9 @@ def _parts_when_gathered(parameter: Tensor) -> int:
     """Over how many ranks a parameter is still sharded after it is gathered over data-parallel ranks."""
     if not isinstance(parameter, DTensor):
         return 1
-    mesh, of_batch = parameter.device_mesh, {axis.name for axis in AXES if "batch" in axis.divides}
+    mesh = parameter.device_mesh
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for name, size, placed in axes if name not in of_batch and not placed.is_replicate())
+    return math.prod(size for name, size, placed in axes if name not in BATCH_AXES and not placed.is_replicate())
 
 
 @dataclass

@@ -32,7 +32,6 @@ from rich.table import Table
 from megatron_fp4.checkpoint.config_diff import refuse_finished, run_identity
 from megatron_fp4.checkpoint.files import well_formed
 from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
-from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
 from megatron_fp4.logging.console import (
@@ -46,7 +45,7 @@ from megatron_fp4.logging.console import (
     plan_table,
     with_unit,
 )
-from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
+from megatron_fp4.planning.dry_run import BATCH_AXES, DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import keyed_operands
@@ -66,8 +65,6 @@ from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 
 _GIB = 2**30
-# The axes of FSDP2, which gathers the next unit's parameters while one computes, and reduces during the backward pass.
-_FSDP_AXES = [axis.name for axis in AXES if "batch" in axis.divides]
 # The share of a message that is hidden, by `Message.beside`. Solved from two profiles on H200s: the 12B at tensor=4
 # hides 109 of 270 ms (planned: 99 beside GEMMs, 17 beside quantizers, 123 beside nothing), a quarter of the 8B at
 # tensor=2 hides 9.4 of 22.1 ms (planned: 5.6, 5.6, 3.1). FSDP of the 12B on four GPUs hides 216 of 230 ms.
@@ -212,7 +209,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     console.text(f"kernels: {models.describe_execution(execution, config)}")
     console.table(plan_table(plans[0], config.precision.name))
     console.table(batch_table(config.train, config.parallel, ranks, num_tokens))
-    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry, plans)))
+    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
@@ -315,9 +312,7 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
         yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
 
 
-def _memory_facts(
-    config: Config, models: ModelProvider, ranks: int, dry: DryRun, plans: tuple[Plan, Plan | None]
-) -> dict[str, object]:
+def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
     """What takes the memory of a rank: name -> size in GiB."""
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
     if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
@@ -334,8 +329,6 @@ def _memory_facts(
         "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }
-    if 0 < _eager_micro_batches(config, models, ranks, plans, dry.micro_batches) < dry.micro_batches:
-        sizes["CUDA graphs, besides the peak (none without room)"] = memory.activations
     shares = f"{memory.num_parameters:,} of {models.parameter_count(config.model).total:,}"
     return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
 
@@ -397,7 +390,7 @@ def _time_facts(
 def hidden_share(message: Message) -> float:
     """The share of a message that runs beside computation, as measured. FSDP2's messages run beside GEMMs, except
     those in `DryRun.ends`."""
-    return _HIDDEN["GEMM" if message.group in _FSDP_AXES else message.beside]
+    return _HIDDEN["GEMM" if message.group in BATCH_AXES else message.beside]
 
 
 def step_time(
@@ -434,9 +427,9 @@ def step_time(
     # except the head.
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
-    eager = _eager_micro_batches(config, models, ranks, plans, micro_batches)
-    eager_ms = (1 + recomputed) * len(models.linear_shapes(config.model)) * of_linear
-    host_ms = eager * eager_ms + (micro_batches - eager) * of_replay
+    replayed = graphs_refusal(config, models, ranks, "cuda", backend, recipes_in(plans)) is None
+    of_eager = (1 + recomputed) * len(models.linear_shapes(config.model)) * of_linear
+    host_ms = micro_batches * (of_replay if replayed else of_eager)
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0
     return StepTime(
         compute=(1 + recomputed) * (1 + lost) * phase.batch_size * train.sequence_length * of_token / ranks,
@@ -444,15 +437,6 @@ def step_time(
         links=max(links.values(), default=0.0),
         host=host_ms / 1e3,
     )
-
-
-def _eager_micro_batches(
-    config: Config, models: ModelProvider, ranks: int, plans: tuple[Plan, Plan | None], micro_batches: int
-) -> int:
-    """How many of a step's `micro_batches` on a rank CUDA graphs do not replay."""
-    if graphs_refusal(config, models, ranks, "cuda", config.precision.backend, recipes_in(plans)) is not None:
-        return micro_batches
-    return 0 if config.parallel.data_parallel_size(ranks) == 1 else min(2, micro_batches)
 
 
 def as_planned(config: Config, plans: tuple[Plan, Plan | None]) -> Config:

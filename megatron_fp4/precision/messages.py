@@ -1,4 +1,4 @@
-"""Collectives of tensor-parallel ranks that hold slices of the tokens; they can overlap with GEMMs."""
+"""Collectives of ranks that hold slices of a tensor; they can overlap with GEMMs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# torch 2.13 renames them, and warns of the names of 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -41,7 +45,7 @@ def start_all_gather(x: Tensor, group: ProcessGroup, async_op: bool = True) -> P
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     # Flattened first, because a dimension of size 1 may have any stride.
     sent, received = (part.view(-1).view(torch.uint8) for part in (x, out))
-    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=async_op)
+    work = _all_gather(received, sent, group=group, async_op=async_op)
     return Pending(work, x, out)
 
 
@@ -49,4 +53,4 @@ def start_reduce_scatter(y: Tensor, group: ProcessGroup, async_op: bool = True) 
     """[ranks n, ...] partial sums -> [n, ...], this rank's slice of the sums, in y's dtype. async_op: as above."""
     y = y.contiguous()
     out = y.new_empty((y.shape[0] // group.size(), *y.shape[1:]))
-    return Pending(dist.reduce_scatter_tensor(out, y, group=group, async_op=async_op), y, out)
+    return Pending(_reduce_scatter(out, y, group=group, async_op=async_op), y, out)

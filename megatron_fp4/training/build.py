@@ -116,7 +116,6 @@ def graphs_refusal(
     Raises ConfigError if `train.cuda_graphs` is `true` and graphs are not possible.
     """
     parallel, wanted = config.parallel, config.train.cuda_graphs
-    data_parallel = parallel.data_parallel_size(ranks)
     if wanted == "false":
         return "train.cuda_graphs=false"
     obstacles = {
@@ -127,16 +126,11 @@ def graphs_refusal(
         "with data.documents=masked the shapes of micro-batches differ": config.data.documents == "masked",
         "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
     }
-    if data_parallel > 1:  # a graph cannot capture what FSDP2 does in a micro-batch
-        micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
-        few = f"a step has {micro_batches} micro-batches on a rank, and FSDP2 needs the first and the last eager"
-        each = "parallel.reduce_gradients=each reduces gradients after every micro-batch"
+    if parallel.data_parallel_size(ranks) > 1:
+        each = "parallel.reduce_gradients=each reduces gradients in every micro-batch"
         obstacles |= {
             "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,
             each: parallel.reduce_gradients == "each",
-            "parallel.reproducible=true moves gradients away after every micro-batch": parallel.reproducible,
-            few: micro_batches < 3,
-            "graphs with FSDP were not tested on several GPUs; train.cuda_graphs=true captures them": wanted == "auto",
         }
     refusal = next((why for why, applies in obstacles.items() if applies), models.why_shapes_vary(config.model))
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one

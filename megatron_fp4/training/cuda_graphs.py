@@ -12,10 +12,9 @@ parallel.reproducible every leaf of the tree of sums begins with the `first` gra
     steps            1, 2              3                                      4, 5, ...
     micro-batches    eager             the first two captured and replayed    replayed
 
-With data-parallel ranks, FSDP2 gathers weights before a step's first micro-batch and reduces gradients after its last
-one. These two run eagerly. Those between are replayed, the first of them by the `first` graph, which then adds to the
-gradients too. As long as graphs exist, gradients and gathered weights keep their addresses. A replay has no messages
-to data-parallel ranks, so each of them captures by itself, and one may fail to.
+Data-parallel ranks gather weights before a step's first micro-batch, into memory that stays, and reduce gradients
+after its last one (parallel/data_parallel.py). A replay has no messages between them, so each captures by itself, and
+one may fail to.
 
 The eager steps compile, tune and allocate, which a capture must not do. They already read their keys from device
 memory, so that they compile the same kernels as the graphs use. When shapes, the batch size, recipes or the addresses
@@ -24,14 +23,12 @@ of weights change, the graphs are dropped and captured again. A step with a prob
 Memory: a micro-batch's memory is in its own pool, from capture to release. The pool also has the gradients and
 quantized weights, which stay from step to step; a step's peak is that of an eager step. What runs eagerly in between (a
 probed step, validation) cannot use the pool. If there is not as much memory beside the pool, the graphs are dropped
-(`make_room`) and later captured again, which takes about a second. With FSDP every step has eager micro-batches; if
-there is no memory for them beside the pool, there are no graphs.
+(`make_room`) and later captured again, which takes about a second.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,9 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.parallel.fsdp_private import parameters_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import first_line
 from megatron_fp4.precision.emulated import codes_of
@@ -92,27 +87,19 @@ class MicroBatchGraphs:
     ) -> None:
         self._model, self._mesh, self._linears = model, mesh, dict(linears)
         self._required, self._warn, self._capture = required, warn, capture
-        self._parameters = self._trained()  # shards, with FSDP
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        parameters = [parameters_of(unit) for unit in units]
-        for one in itertools.chain(*parameters):
-            one.keep_memory(lambda gathered: gathered in self._gathered)
-        # The memory of FSDP's reductions: messages of two units, and a result.
-        unit_sizes = (sum(one.size.numel() for one in of_unit) for of_unit in parameters)
-        self._reduced_bytes = 3 * 4 * max(unit_sizes, default=0)
-        self._sharded, self._failed = bool(units), False
+        self._failed = False
         self._signature: Any = None
         self._eager_steps = 0
-        self._num_micro_batches = self._last = 0
+        self._num_micro_batches = 0
         self._keys = DeviceKeys({}, mesh.device)
         self._forget()
 
     def _forget(self) -> None:
         self._first: GpuGraph | None = None
         self._later: GpuGraph | None = None
+        self._parameters: list[nn.Parameter] = []  # trainable, which the graphs read
+        self._addresses: list[int] = []
         self._gradients: list[Tensor | None] = []
-        # With FSDP, for each parameter that the graphs read: the memory that it is gathered into, and its gradient.
-        self._gathered: dict[nn.Parameter, tuple[list[Tensor], Tensor]] = {}
         self._weight_caches: dict[str, Any] = {}  # of the linears, in the graphs' memory
         self._tokens = self._targets = torch.empty(0)
         self._bytes = 0
@@ -134,16 +121,15 @@ class MicroBatchGraphs:
             self.make_room()
             yield None
             return
-        addresses = [local_part(parameter).data_ptr() for parameter in self._parameters]
         recipes = {name: context.recipe for name, context in self._linears.items()}
-        signature = (micro_batches[0].tokens.shape, num_micro_batches, recipes, addresses)
+        signature = (micro_batches[0].tokens.shape, num_micro_batches, recipes)
         if signature != self._signature:
             self.release()
             self._signature, self._eager_steps = signature, 0
             self._keys = DeviceKeys(recipes, self._mesh.device)
         is_eager = self._eager_steps < EAGER_STEPS
         self._eager_steps += 1
-        self._num_micro_batches, self._last = num_micro_batches, len(micro_batches) - 1
+        self._num_micro_batches = num_micro_batches
         step_state.keys = self._keys
         try:
             yield None if is_eager else self
@@ -152,17 +138,12 @@ class MicroBatchGraphs:
 
     def run(self, micro_batch: MicroBatch, step_state: StepState, position: int) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, which the next call overwrites.
-        Returns None if the caller has to compute it eagerly: for FSDP, or after a failed capture. position: of the
-        micro-batch on this rank, within the step or within a leaf of the tree of sums; position 0 writes gradients."""
+        Returns None if the caller has to compute it eagerly, after a failed capture. position: of the micro-batch on
+        this rank, within the step or within a leaf of the tree of sums; position 0 writes gradients."""
         if self._failed:
             return None
-        if self._sharded and position in (0, self._last):
-            if position == 0 < self._last - 1:
-                self._empty_gradients()
-            return None
-        first = position == (1 if self._sharded else 0)
-        if first and self._sharded:
-            self._find_gathered()
+        if first := position == 0:
+            self._find_parameters()
         step_state.micro_batch = micro_batch.index
         if self._tokens.shape != micro_batch.tokens.shape:
             shape, device = micro_batch.tokens.shape, self._mesh.device
@@ -195,36 +176,21 @@ class MicroBatchGraphs:
         self.release()  # at once, because the eager micro-batches need the memory
         return None
 
-    def _trained(self) -> list[nn.Parameter]:
-        """The trainable parameters that the model has now; with FSDP, shards or gathered ones."""
-        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-
-    def _empty_gradients(self) -> None:
-        """Before FSDP's first micro-batch: make it write gradients to the memory that the graphs add to. Minus zero
-        plus any number is that number, bit for bit."""
-        for parameter, (_, gradient) in self._gathered.items():
-            local_part(gradient).fill_(-0.0)
-            parameter.grad = gradient
-
-    def _find_gathered(self) -> None:
-        """After FSDP's first micro-batch: record where it gathered parameters, and drop graphs that read other
-        memory."""
-        found = {}
-        for parameter in self._trained():
-            gradient = parameter.grad
-            assert gradient is not None and gradient.dtype == torch.float32, "FSDP has the gradient elsewhere"
-            codes = codes_of(parameter)
-            parts = [local_part(parameter)] if codes is None else [codes.codes, codes.scales, codes.scale, codes.amax]
-            found[parameter] = [part for part in parts if part is not None], gradient
-        if _identities(found) != _identities(self._gathered):
+    def _find_parameters(self) -> None:
+        """Find the parameters that the model has now, and drop graphs that read other memory."""
+        codes = {parameter: codes_of(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        read = (
+            [local_part(parameter)] if packed is None else [packed.codes, packed.scales, packed.scale, packed.amax]
+            for parameter, packed in codes.items()
+        )
+        addresses = [part.data_ptr() for parts in read for part in parts if part is not None]
+        if addresses != self._addresses:
             self.release()
-            self._gathered = found
+        self._parameters, self._addresses = [*codes], addresses
 
     def make_room(self) -> None:
         """Before a micro-batch runs eagerly: drop the graphs unless there is as much free memory as they use."""
-        # FSDP keeps the gathered parameters that the graphs read. Eagerly it may gather others, with their gradients.
-        own = sum(local_part(t).nbytes for one, (_, gradient) in self._gathered.items() for t in (one, gradient))
-        if self._first is not None and not self._on_all_ranks(self._has_room(own)):
+        if self._first is not None and not self._on_all_ranks(self._has_room()):
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
@@ -235,12 +201,13 @@ class MicroBatchGraphs:
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.model.group)
         return bool(everywhere)
 
-    def _has_room(self, needed: int = 0) -> bool:
-        """Whether free memory exceeds the memory of the graphs, of FSDP's reductions and `needed` bytes together."""
+    def _has_room(self) -> bool:
+        """Whether free memory exceeds that of the graphs and, for weights that are codes there, of their values."""
         if self._mesh.device.type != "cuda":
             return True
         torch.cuda.empty_cache()  # the memory that earlier eager passes cached
-        return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes + self._reduced_bytes + needed
+        values = sum(local_part(one).nbytes for one in self._parameters if codes_of(one) is not None)
+        return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes + values
 
     def release(self) -> None:
         """Drop the graphs and free their memory. They are captured again when they are needed next."""
@@ -263,8 +230,6 @@ class MicroBatchGraphs:
             before = self._reserved()
             graph = self._capture(self._compute, self._pool, self._keys.generators)
             self._bytes += self._reserved() - before
-            if self._sharded and not self._has_room():
-                raise MemoryError("the step's other micro-batches have no room beside them")
         except Exception as error:
             return None, error
         if first:
@@ -287,18 +252,16 @@ class MicroBatchGraphs:
         return loss.detach()
 
     def _drop_gradients_and_weights(self) -> None:
-        """Before the first capture, so that the graph allocates them where its replays write them. Gradients of
-        gathered parameters stay, because the graph adds to them."""
-        for parameter in () if self._sharded else self._parameters:
+        """Before the first capture, so that the graph allocates them where its replays write them."""
+        for parameter in self._parameters:
             parameter.grad = None
         for context in self._linears.values():
             context.weight_cache = None
 
     def _hand_out(self, step_state: StepState) -> None:
         """Use the gradients and quantized weights that the first graph writes, instead of those of eager passes."""
-        if not self._sharded:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
         for name, cache in self._weight_caches.items():
             if cache is not None:
                 (_, *what_for), *operands = cache
@@ -312,11 +275,3 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     return all(
         batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
     )
-
-
-def _identities(gathered: Mapping[nn.Parameter, tuple[list[Tensor], Tensor]]) -> list[tuple[int, ...]]:
-    """Identifies the memory of these parameters; graphs can be replayed as long as it stays equal."""
-    return [
-        (id(parameter), id(gradient), *(part.data_ptr() for part in parts))
-        for parameter, (parts, gradient) in gathered.items()
-    ]

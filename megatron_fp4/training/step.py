@@ -16,7 +16,7 @@ them, and their means are averaged. If some do not count (`data.boundary_loss=fa
 so every target has the same weight, whatever the micro-batches and ranks. Ranks sum the number before the first
 backward pass, and the mean of a micro-batch is weighted by its share of that number.
 
-A gradient is a DTensor placed like its parameter; FSDP has summed it over data-parallel ranks.
+A gradient is a DTensor placed like its parameter, and summed over data-parallel ranks.
 
 With `mesh.reproducible`, no result depends on the number of data-parallel ranks: a tree sums the gradients
 (parallel/reproducible.py), the losses of micro-batches are sent one by one, and the sum of the norm is exact
@@ -27,16 +27,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.parallel.data_parallel import gradient_tree, without_fsdp_hooks
+from megatron_fp4.parallel import fsdp
+from megatron_fp4.parallel.data_parallel import gathered_parameters, gradient_tree
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
 from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size
@@ -106,32 +106,35 @@ def accumulate(
     one for each micro-batch of `global_batch`, 0 for those of other ranks).
 
     Gradient and loss are this rank's parts of those of the global batch: their sums over ranks are means over it.
-    global_batch: None: `global_batch_of(micro_batches, mesh)`, a collective. FSDP sums the gradients over ranks after
-    the last micro-batch or, with `mesh.reduce_each`, after each one.
+    global_batch: None: `global_batch_of(micro_batches, mesh)`, a collective. The gradients are summed over ranks
+    after the last micro-batch or, with `mesh.reduce_each`, after each one.
 
     model: called with `inputs_of` of a micro-batch; returns its mean loss (0-dim FP32). micro_batches: this rank's, of
     the same number and size on all ranks. step_state: the caller sets its step. reshard: also free gathered parameters
     between micro-batches. progress: learns which micro-batch runs. graphs: of `model`, replayed if possible; None: all
     micro-batches run eagerly.
     """
-    assert micro_batches and (isinstance(model, FSDPModule) or mesh.batch.size == 1)
+    assert micro_batches
     global_batch, progress = global_batch or global_batch_of(micro_batches, mesh), progress or Progress()
     num_global, num_own, tree = global_batch.num_micro_batches, len(micro_batches), gradient_tree(model)
     num_leaf = num_own if tree is None else leaf_size(num_global)
     losses = torch.zeros(num_global if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
         tree.begin()
-    with nullcontext() if graphs is None else graphs.step(micro_batches, num_global, step_state) as replays:
+    replaying = nullcontext() if graphs is None else graphs.step(micro_batches, num_global, step_state)
+    with replaying as replays, gathered_parameters(model) as sharded:
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
-            with _prepare_fsdp(model, mesh, position == 1, position == num_own, reshard):
-                replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
-                loss = _computed(model, micro_batch, global_batch, mesh, step_state) if replayed is None else replayed
+            fsdp.prepare(model, mesh, position == 1, position == num_own, reshard)
+            replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
+            loss = _computed(model, micro_batch, global_batch, mesh, step_state) if replayed is None else replayed
             losses[micro_batch.index % len(losses)].add_(loss)
             if tree is not None and position % num_leaf == 0 and position < num_own:
                 tree.keep(copied=replayed is not None)
-    if tree is not None:
-        tree.finish()
+        if tree is not None:
+            tree.finish()
+        if sharded is not None:
+            sharded.reduce()
     if global_batch.num_targets is None:
         losses /= num_global
     return losses if mesh.reproducible else losses[0]
@@ -186,22 +189,6 @@ def inputs_of(
         options["num_targets"] = micro_batch.num_targets
     tokens, targets = (t.to(mesh.device, non_blocking=True) for t in (micro_batch.tokens, micro_batch.targets))
     return tokens, targets, options
-
-
-def _prepare_fsdp(
-    model: nn.Module, mesh: ParallelMesh, is_first: bool, is_last: bool, reshard: bool
-) -> AbstractContextManager[None]:
-    """Set what FSDP reduces and frees in the next backward pass; returns a context for forward and backward."""
-    if isinstance(model, FSDPModule):
-        if is_first or is_last:
-            model.set_requires_gradient_sync(is_last or mesh.reduce_each)
-            model.set_requires_all_reduce(is_last)  # replicas exchange only the sum over micro-batches
-            model.set_is_last_backward(is_last)
-            # The optimizer updates shards, so the last backward must leave only them.
-            model.set_reshard_after_backward(is_last or reshard)
-        elif not reshard and not mesh.reduce_each:
-            return without_fsdp_hooks(model)
-    return nullcontext()
 
 
 def update(

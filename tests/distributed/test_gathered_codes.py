@@ -1,4 +1,4 @@
-"""FSDP gathers codes of quantized weights once per step, and a run has the same bits as without gathered codes."""
+"""Codes of quantized weights are gathered once per step, and a run has the same bits as without gathered codes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel.gathered_codes import GatheredWeight
+from megatron_fp4.parallel.gathered_codes import WeightCodes
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
@@ -74,15 +74,15 @@ def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Outcome:
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
 
-    def counted(weight: GatheredWeight, mesh: Any) -> Any:
+    def counted(codes: WeightCodes) -> Any:
         nonlocal count
         count += 1
-        return pre_all_gather(weight, mesh)
+        return quantized_rows(codes)
 
-    pre_all_gather = GatheredWeight.fsdp_pre_all_gather
+    quantized_rows = WeightCodes.quantized_rows
     for _, linear in model.linears():
         linear.register_forward_pre_hook(lambda module, _: record_form(module.weight, outcome.as_codes[-1]))
-    with mock.patch.object(GatheredWeight, "fsdp_pre_all_gather", counted):
+    with mock.patch.object(WeightCodes, "quantized_rows", counted):
         for step in range(STEPS):
             count = 0
             outcome.as_codes.append([])

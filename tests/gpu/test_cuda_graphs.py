@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel.data_parallel import shard
+from megatron_fp4.parallel.fsdp import shard
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest

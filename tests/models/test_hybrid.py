@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.fsdp import shard
 from models.hybrid import build_model
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count, training_flops_per_token
 from tests.composing import composed

@@ -1,27 +1,28 @@
-"""One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks without FSDP2's hooks."""
+"""One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks that gather once a step."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
+from megatron_fp4.measure.diagnostics import Probe
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.fsdp import shard
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training import step as training_step
-from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.callbacks.validation import evaluate
+from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
+from tests.training.harness import ToyBatch, launch, train_step
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
 
@@ -83,32 +84,56 @@ def test_rounded_weights_are_kept_until_the_weights_change(mesh: ParallelMesh) -
         assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
 
 
-def train_without_and_with_hooks(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
-    """Train two steps of five micro-batches without FSDP2's hooks in the middle ones, then with them. Returns losses
-    and norms, and weights, of both."""
+def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[str, tuple[Any, torch.Tensor]]]]:
+    """Five steps of gathering and reducing once, then by FSDP2: with a probe, an evaluation, a step in BF16, and a
+    frozen parameter. Returns losses and norms, and placements and rows of weights and moments, of both."""
     outcomes = []
-    for context in (without_fsdp_hooks, lambda _: nullcontext()):
-        mesh, step_state, forwards = toy_mesh(), StepState(seed=3), []
-        model = build(mesh, apply_data_parallel, False, step_state)
+    for apply in (apply_data_parallel, shard):
+        mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
+        model = build(mesh, apply, False, step_state)
+        if apply is apply_data_parallel:  # gloo's order of sums depends on the message
+            sharded, blocks = model._sharded_model, [set(block.modules()) for block in model.blocks]
+            others = set(model.modules()).difference(*blocks)
+            sharded._buckets = [[p for p in sharded.parameters if p.module in unit] for unit in (*blocks, others)]
+        model.blocks[0].norm.weight.requires_grad_(False)
+        contexts = {name: linear.context for name, linear in model.linears() if name.startswith("blocks.0")}
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-        model.blocks[0].register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
-        with mock.patch.object(training_step, "without_fsdp_hooks", side_effect=context) as without_hooks:
-            given = [[*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5] for s in range(2)]
-            results = [train_step(model, optimizer, given[s], mesh, step_state, step=s) for s in range(2)]
-        assert without_hooks.call_count == 2 * 3 and len(forwards) == 2 * 5
-        weights = [whole(parameter) for parameter in model.parameters()]
-        # An error in the second micro-batch of a step restores the hooks.
-        model.blocks[0].register_forward_pre_hook(lambda *_, forwards=forwards: 1 / (len(forwards) - 12) and None)
-        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-        with pytest.raises(ZeroDivisionError):
-            train_step(model, optimizer, given[0], mesh, step_state, step=2)
-        assert hooks == [len(module._forward_pre_hooks) for module in model.modules()] and len(forwards) == 12
-        outcomes.append(([(result.loss, result.grad_norm) for result in results], weights))
+        for step in range(5):
+            given = [*batches(7 * step), *batches(7 * step + 1), *batches(7 * step + 2)][: 2 * mesh.batch.size]
+            given = given[mesh.batch.rank :: mesh.batch.size]
+            for context in contexts.values():
+                context.recipe = BF16 if step == 3 else NVFP4
+            if step == 2:
+                numbers.append(evaluate(model, {"held out": given[:1]}, mesh, step_state))
+            with Probe(once=True).attached(contexts if step == 1 else {}):
+                result = train_step(model, optimizer, given, mesh, step_state, step=step)
+            numbers.append((result.loss, result.grad_norm))
+        tensors = {**dict(model.named_parameters()), **optimizer_state(model, optimizer)}
+        placed = {n: (t._spec if isinstance(t, DTensor) else None, local_part(t)) for n, t in tensors.items()}
+        outcomes.append((numbers, placed))
+        if apply is apply_data_parallel:  # an error in a step leaves the shards
+            hook = model.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                train_step(model, optimizer, batches(0), mesh, step_state, step=5)
+            hook.remove()
+            assert all(parameter is tensors[name] for name, parameter in model.named_parameters())
     return outcomes
 
 
 @pytest.mark.slow
-def test_middle_micro_batches_of_a_step_need_no_fsdp_hooks() -> None:
-    for without, with_hooks in launch(train_without_and_with_hooks, 2):
-        assert without[0] == with_hooks[0]
-        assert all(torch.equal(a, b) for a, b in zip(without[1], with_hooks[1], strict=True))
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (3, ParallelConfig()),
+        (4, ParallelConfig(tensor=2)),
+        (4, ParallelConfig(replicate=2)),
+        (4, ParallelConfig(reproducible=True, replicate=2)),
+    ],
+    ids=["shards", "tensor parallel", "replicas", "reproducible"],
+)
+def test_gathering_and_reducing_once_has_the_bits_of_fsdp(ranks: int, parallel: ParallelConfig) -> None:
+    for (numbers, tensors), (expected, sharded) in launch(on_ranks, ranks, parallel):
+        assert numbers == expected and len(numbers) == 6
+        assert tensors.keys() == sharded.keys()
+        for name, (spec, rows) in tensors.items():
+            assert str(spec) == str(sharded[name][0]) and torch.equal(rows, sharded[name][1]), name

@@ -3,7 +3,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.data_parallel import shard
+from megatron_fp4.parallel.fsdp import shard
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
 from megatron_fp4.planning.dry_run import fake_ranks

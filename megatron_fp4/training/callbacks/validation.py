@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.logging.metrics import last_validation
+from megatron_fp4.parallel.data_parallel import gathered_parameters
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
@@ -41,17 +41,14 @@ class AtValidation(Callback):
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode. Afterwards the mode is as before, and parameters are sharded."""
+    """Inside, the model can run in evaluation mode. Afterwards the mode is as before, and parameters are sharded."""
     was_training = model.training
     model.eval()
     try:
-        yield
+        with gathered_parameters(model):
+            yield
     finally:
         model.train(was_training)
-        for module in model.modules():
-            # Without a backward pass, FSDP keeps the parameters gathered; checkpoints need shards.
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 class Validation(AtValidation):
