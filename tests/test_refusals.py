@@ -189,7 +189,7 @@ ON_GPUS = [
     (["parallel.reproducible=true", "train.global_batch_size=12"], 3, "this run has 3; make it 2 or 4"),
     ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "=24; this run has 6; make it 4 or 8"),
     (["parallel.reduce_gradients=each"], 1, "no effect with one shard", "once"),
-    ([*EACH, "parallel.reshard=true"], 2, "no effect with parallel.reshard=true and steps of one micro-batch", "once"),
+    (["parallel.reshard=true", *EACH], 2, "no effect with parallel.reshard=true and steps of one micro-batch", "once"),
     ([TE, "precision.compute_dtype=float32"], 1, "precision.compute_dtype=float32", "bfloat16"),
     ([TE, "precision.wgrad.rht=32"], 1, "precision.wgrad.rht=32", "16"),
     ([TE, "precision.rht_signs=fresh"], 1, "precision.rht_signs=fresh", "fixed"),

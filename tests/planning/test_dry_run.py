@@ -119,14 +119,15 @@ def test_messages_of_a_step(tp2_dp4):
     # micro-batch; once the maxima of all weights, and at the end the gradients of replicated parameters.
     assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 1 + 1
     assert counted(tp2_dp4, "all-reduce", "dp") == 1  # maxima of weights, and of blocks that ranks share
-    # Three blocks, embedding, head and the final norm are gathered once and reduced once in a step.
-    assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 6
+    # Parameters are gathered once and gradients reduced once in a step, and nothing hides that.
+    assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 1
+    assert {message.group for message in tp2_dp4.ends} == {"dp"} and sum(tp2_dp4.ends.values()) == 3
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
 
 
 def test_resharding_gathers_more_often_and_holds_less(on_four):
     codes, codes_freed, kept, freed = on_four
-    assert counted(kept, "all-gather", "dp") == counted(codes, "all-gather", "dp") == 6
+    assert counted(kept, "all-gather", "dp") == counted(codes, "all-gather", "dp") == 1
     n = freed.micro_batches
     # Parameters outside of blocks stay between the forward and the backward pass.
     assert counted(freed, "all-gather", "dp") == n * (2 * 3 + 3)
@@ -169,7 +170,7 @@ def test_reducing_gradients_of_each_micro_batch_with_masked_documents(on_four):
     once, config = on_four[0], configured(replicate=2, reduce_gradients="each")
     data = replace(config.data, documents="masked", boundary_loss=False)
     [each] = run_each(8, replace(config, train=replace(config.train, global_batch_size=32), data=data))
-    assert each.micro_batches == 4 and counted(once, "reduce-scatter", "dp") == 6
+    assert each.micro_batches == 4 and counted(once, "reduce-scatter", "dp") == 1
     assert counted(each, "reduce-scatter", "dp") == 4 * 6
     assert counted(each, "all-reduce", "replicate") == 6  # after the last micro-batch
     assert once.memory.unreduced_gradients > each.memory.unreduced_gradients == 0
