@@ -219,6 +219,8 @@ class ShardedModel:
             for module in model.modules()
             for name in [name for name, parameter in module._parameters.items() if parameter is not None]
         ]
+        model.register_forward_pre_hook(lambda *_: self._assert_gathered())
+        self._gathered = False
         self._codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
         self._reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
@@ -253,9 +255,14 @@ class ShardedModel:
             torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
         for parameter in self.parameters:
             parameter.show(parameter.gathered)
+        self._gathered = True
+
+    def _assert_gathered(self) -> None:
+        assert self._gathered, "a model runs only inside `gathered_parameters`"
 
     def release(self) -> None:
         """Give the modules the shards. The buffers stay."""
+        self._gathered = False
         for parameter in self.parameters:
             parameter.show(parameter.shard)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from exchange.nvfp4 import trained_weight
 from inference.generation import Continuation, Request, Sampling, Settings, generate, logits_of_all_ids
+from megatron_fp4.parallel.data_parallel import gathered_parameters
 from megatron_fp4.precision.plan import PlannedLinear
 from megatron_fp4.precision.rng import StepState
 from models.pattern import linear_shapes
@@ -150,11 +150,9 @@ def weight_operands(rank: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
     mesh = layout.mesh()
     model = sharded_model(layout, mesh, NVFP4, StepState(seed=11))
     operands: list[Any] = []
-    with watched_gemms(lambda _, right: operands.append(operand(right))), torch.no_grad():
+    watched = watched_gemms(lambda _, right: operands.append(operand(right)))
+    with watched, torch.no_grad(), gathered_parameters(model):
         model(micro_batches(0, mesh)[0].tokens)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # so that parameters are masters again, not gathered codes
     names = [name for name, _ in model.linears()]
     return mesh.tensor.rank, dict(zip(names, operands, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
 

@@ -12,6 +12,7 @@ from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.config.schema import Config, OptimizerConfig
+from megatron_fp4.parallel.data_parallel import gathered_parameters
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, sharded_model, whole
@@ -56,7 +57,7 @@ def run(rank: int, layout: Layout, source: str | None, folder: str, steps: int) 
     weights = {name: whole(value) for name, value in model.state_dict().items()}
     moments = {name: whole(value) for name, value in optimizer_state(model, optimizer).items()}
     tokens = torch.randint(MODEL.vocab_size, (2, 32), generator=torch.Generator().manual_seed(9))
-    with torch.no_grad():
+    with torch.no_grad(), gathered_parameters(model):
         logits = model(tokens).contiguous()
     parts = [torch.empty_like(logits) for _ in range(mesh.tensor.size)]
     dist.all_gather(parts, logits, group=mesh.tensor.group)

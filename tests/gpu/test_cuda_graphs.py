@@ -1,5 +1,5 @@
 """CUDA graphs of micro-batches give the bits of eager steps, also after a switch of precision, a validation and a load
-of weights; on one rank, with FSDP over one and two ranks on one GPU, and with native backends. Not run: NVFP4 and MXFP8
+of weights; on one rank, sharded over one and two ranks on one GPU, and with native backends. Not run: NVFP4 and MXFP8
 of the native backends, which need Blackwell.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel.fsdp import shard
+from megatron_fp4.parallel.data_parallel import ShardedModel, gathered_parameters
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest
@@ -82,7 +82,7 @@ def trained(
     mesh: ParallelMesh, graphs: bool, overrides: list[str], backend: Backend | None = None, watched: int | None = None
 ) -> tuple[list[Any], list[Tensor], list[bool]]:
     """Losses and norms by step, the last weights, and which steps were replayed. watched: a step whose linears have a
-    probe, for which FSDP gathers values instead of codes."""
+    probe, for which values are gathered instead of codes."""
     config = configure([*SMALL, *overrides])
     step_state, backend = StepState(seed=1), backend or build.backend_of(config, models).open()
     execution = build.execution_of(config, models)
@@ -103,7 +103,7 @@ def trained(
         replayed.append(captured is not None and captured.captured)
         found.append((result.loss, result.grad_norm))
         if step == 3:  # a validation quantizes weights itself
-            with torch.no_grad():
+            with torch.no_grad(), gathered_parameters(model):
                 (batch, *_) = batches(config, 100, mesh)
                 found.append(model(batch.tokens.to(mesh.device), batch.targets.to(mesh.device)).item())
         if step == 4:  # new weights in the same memory, as after a load
@@ -163,7 +163,10 @@ def test_draws_from_the_default_generator(mesh: ParallelMesh, recomputed: str) -
         pytest.param(TE_FP8, id="Transformer Engine's FP8", marks=NEEDS_TE),
     ],
 )
-def test_fsdp_over_one_rank(mesh: ParallelMesh, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_over_one_rank(mesh: ParallelMesh, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def shard(model: Any, mesh: ParallelMesh, *, fp32_units: Any, compute_dtype: torch.dtype, **_: Any) -> None:
+        model._sharded_model = ShardedModel(model, mesh, fp32_units, compute_dtype)
+
     monkeypatch.setattr(build, "apply_data_parallel", shard)
     check(mesh, overrides)
 
@@ -174,6 +177,6 @@ def _on_a_rank(rank: int, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
-def test_fsdp_over_two_ranks_of_one_gpu(precision: str) -> None:
+def test_sharded_over_two_ranks_of_one_gpu(precision: str) -> None:
     """Their collectives use gloo. Weights are gathered as codes, and after the switch in BF16."""
     launch(_on_a_rank, 2, [f"precision={precision}"], seconds=300)
