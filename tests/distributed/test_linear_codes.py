@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, PackedLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision import emulated, torch_scaled_mm
+from megatron_fp4.precision import emulated, messages, torch_scaled_mm
 from megatron_fp4.precision import linear as linear_module
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS, IN, GROUPS, GROUP_ROWS = 128, 256, 8, 18
 GEMMS = ("fprop", "dgrad", "wgrad")
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+GATHER, SCATTER = "_all_gather", "_reduce_scatter"
 Message = tuple[str, int]
 
 # Eight groups of 18 rows, which is not a multiple of 16, like the 12B model's in_proj (8 groups of 2836 rows).
@@ -173,13 +172,13 @@ def counted_messages(sent: list[Message]) -> Iterator[None]:
     """Inside, append every gather and scatter of tokens to `sent`: its name, and the bytes of the whole tensor."""
 
     def counted(name: str, whole: int) -> Any:
-        original = getattr(dist, name)
+        original = getattr(messages, name)
 
         def collective(*tensors: Tensor, **settings: Any) -> Any:
             sent.append((name, tensors[whole].numel() * tensors[whole].element_size()))
             return original(*tensors, **settings)
 
-        return mock.patch.object(dist, name, collective)
+        return mock.patch.object(messages, name, collective)
 
     with counted(GATHER, 0), counted(SCATTER, 1):
         yield
