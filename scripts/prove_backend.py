@@ -7,9 +7,10 @@
 
 Arguments before the options are overrides of pretrain.py. With overrides each linear of the model is computed with its
 recipe in the plan; without, some shapes with every recipe of the precision. It compares codes, scales and amax of every
-operand with the reference, and those of the default precisions also with fingerprints from a CPU (`FINGERPRINTS`). The
-results of the three GEMMs are compared with FP64, NaN and inf must arrive in them, and stochastic rounding must pass a
-statistical test (precision/verify.py). The output is a block of Markdown.
+operand with the reference, and in a small linear with those that this machine's CPU makes. The
+results of the three GEMMs are compared with FP64, and those of NVFP4 with Blackwell's order of sums, bit for bit. NaN
+and inf must arrive in them, and stochastic rounding must pass a statistical test (precision/verify.py). It also reads
+from this machine's GEMMs in which order they add (precision/probes.py). The output is a block of Markdown.
 
 --page also measures GEMMs and quantizers of a linear of the 8B hybrid, a step of a Transformer with eight layers, and
 whether CUDA graphs capture a linear.
@@ -27,7 +28,6 @@ import argparse
 import datetime
 import functools
 import gc
-import hashlib
 import json
 import math
 import os
@@ -50,7 +50,9 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.console import markdown
+from megatron_fp4.precision import probes
 from megatron_fp4.precision.backend import Backend, first_line
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
@@ -63,7 +65,15 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, makers_of, padded_tensors, sample_tensors
+from megatron_fp4.precision.verify import (
+    Case,
+    Finding,
+    check,
+    difference,
+    makers_of,
+    padded_tensors,
+    sample_tensors,
+)
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
 from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check as check_config
@@ -81,15 +91,7 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
 }
 _CPU_TOKENS = 256
 
-# Fingerprints of the operands of `fingerprint_tensors` on a CPU: eight digits for each operand of `SLOTS`, rounded to
-# nearest, then for each operand with stochastic rounding, with our draws. tests/test_prove_backend.py checks them.
-FINGERPRINTS = {
-    "nvfp4": "f5dc1818 18cc0fc8 cfd58de8 20da6bd8 813f53b4 25abc71e c193ce0c 8fe8681f",
-    "nvfp4_4over6_1x16": "eef5d411 092f192b cfd58de8 d2bda2d8 813f53b4 25abc71e c193ce0c 8fe8681f",
-    "mxfp4": "efcdf776 ab4cb6a3 dca8d0fe bb585d79 87d2c168 9d280633 9e95933d 8e29c605",
-    "mxfp8": "180a4aa2 307eb1f2 b0085675 34b0a703 1f2d668e 82531891",
-    "fp8_block": "2eeac70b 4776ccea 34de97a1 e8e57463 5b5e8633 eedbe146",
-}
+PRECISIONS = ["nvfp4", "nvfp4_4over6_1x16", "mxfp4", "mxfp8", "fp8_block"]
 
 
 @dataclass
@@ -115,9 +117,14 @@ class Proof:
             found = [f.measured for f in self.findings if f.what == f"{gemm} product" and f.measured is not None]
             errors.append(f"{max(found):.1e}" if found else "-")
         compared = f"{len(self.findings)}, {len(self.faults)} faults"
-        agree = [not finding.fault for finding in self.findings if finding.what.endswith(FINGERPRINT)]
+        agree = [not finding.fault for finding in self.findings if finding.what.endswith(AS_ON_A_CPU)]
         as_on_a_cpu = f"{sum(agree)} of {len(agree)}" if agree else "-"
-        return [self.precision, self.backend, compared, as_on_a_cpu, arrive, *errors]
+        shares: dict[str, float] = {}
+        for finding in self.findings:
+            if " bits" in finding.what and finding.measured is not None:
+                shares[finding.what] = max(finding.measured, shares.get(finding.what, 0.0))
+        other_bits = ", ".join(f"{share:.1%}" for share in shares.values()) or "-"
+        return [self.precision, self.backend, compared, as_on_a_cpu, arrive, *errors, other_bits]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -125,7 +132,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     known = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
     parser = argparse.ArgumentParser(prog="prove_backend.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of pretrain.py, such as model=hybrid_60m")
-    parser.add_argument("--precision", nargs="+", choices=known, default=list(FINGERPRINTS))
+    parser.add_argument("--precision", nargs="+", choices=known, default=PRECISIONS)
     parser.add_argument("--backend", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     parser.add_argument("--page", type=Path, metavar="FILE", help="also measure times, and write everything to FILE")
     return parser.parse_intermixed_args(arguments)
@@ -149,9 +156,9 @@ def main(arguments: list[str]) -> int:
             if isinstance(backend, str):
                 proofs.append(Proof(name, backend_name, untested=backend))
             else:
-                found = [finding for case in cases[name] for finding in findings(backend, case, device)]
-                if name in FINGERPRINTS and not options.overrides:
-                    found += check_fingerprints(backend, name, device)
+                recipes = dict.fromkeys(case.recipe for case in cases[name])
+                found = [finding for case in cases[name] for finding in check(backend, case, device, fairness=True)]
+                found += [finding for recipe in recipes for finding in compare_with_cpu(backend, recipe, device)]
                 proofs.append(Proof(name, backend_name, found))
     text = report(proofs, device)
     if options.page:
@@ -205,58 +212,45 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     return list(cases)
 
 
-def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
-    """All comparisons of a case; a kernel that fails is a fault too."""
-    found = check(backend, case, device)
-    if backend.draws_ours and not any(finding.what == "kernels" for finding in found):
-        fair = fairness_of(backend, case, padded_tensors(backend, case, device))
-        found += [Finding(case, label, fault) for label, fault in fair]
-    return found
+# ---------------------------------------------------------------------------------------------------- codes as on a CPU
 
-
-# -------------------------------------------------------------------------------------------------------- fingerprints
-
-FINGERPRINT = "codes as on a CPU"
-_FINGERPRINT_SHAPE = (256, 256, 384)  # tokens, inputs, outputs; no backend needs padding for them
+AS_ON_A_CPU = "codes as on a CPU"
+_SHAPE = (256, 256, 384)  # tokens, inputs, outputs; no backend needs padding for them
 MakeBoth = Callable[[], dict[OperandSlot, Any]]
 
 
-def check_fingerprints(backend: Backend, precision: str, device: torch.device) -> Iterator[Finding]:
-    """Compares every quantized operand of a precision with its fingerprint in `FINGERPRINTS`: rounded to nearest, and
-    then the stochastically rounded ones, if the backend uses our draws."""
-    recipe = recipe_from_config(compose_config([f"precision={precision}"], CONFIGS).precision)
-    case = Case(*_FINGERPRINT_SHAPE, 1, recipe)
-    try:
-        found = list(fingerprints(backend, recipe, device))
-    except Exception as error:  # the page is still written
-        yield Finding(case, FINGERPRINT, f"failed: {one_line(error)}")
-        return
-    for (label, mine), right in zip(found, FINGERPRINTS[precision].split(), strict=False):
-        yield Finding(case, f"{label} {FINGERPRINT}", "" if mine == right else f"{mine} instead of {right}")
+def compare_with_cpu(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[Finding]:
+    """Compare every operand of a small linear with the one that PyTorch makes on this machine's CPU, bit for bit: first
+    rounded to nearest, then those that are rounded stochastically, if the backend uses our draws."""
+    case, cpu, tensors = Case(*_SHAPE, 1, recipe), torch.device("cpu"), small_tensors()
 
+    def operands(by: Backend, used: Recipe, where: torch.device) -> dict[OperandSlot, Any]:
+        context = LinearContext("small", used, StepState(seed=7), by)
+        makes = operand_makers(context, {name: tensor.to(where) for name, tensor in tensors.items()})
+        return {slot: operand for make in makes.values() for slot, operand in make().items()}
 
-def fingerprints(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(name, fingerprint) of operands: eight digits of a hash of `code * block scale` and the tensor scale, in which -0
-    counts as +0."""
-    tensors = fingerprint_tensors(device)
     drawn = [slot for slot in SLOTS if recipe[slot].drawn and backend.draws_ours]
-    for what, used, slots in (("", rounded_to_nearest(recipe), SLOTS), (" drawn", recipe, drawn)):
-        makes = operand_makers(LinearContext("fingerprint", used, StepState(seed=7), backend), tensors)
-        made = {slot: operand for make in makes.values() for slot, operand in make().items()}
-        for slot in slots:
-            parts = [part for part in (made[slot].unpacked(), made[slot].scale) if part is not None]
-            in_bytes = b"".join((part.to(torch.float32) + 0.0).cpu().contiguous().numpy().tobytes() for part in parts)
-            yield slot.name + what, hashlib.sha256(in_bytes).hexdigest()[:8]
+    try:
+        for what, used, slots in (("", rounded_to_nearest(recipe), SLOTS), (" drawn", recipe, drawn)):
+            made, right = operands(backend, used, device), operands(EMULATED, used, cpu)
+            for slot in slots:
+                values, expected = (operand[slot].unpacked().to(cpu, torch.float32) + 0.0 for operand in (made, right))
+                fault = difference("values", values, expected)
+                if not fault and right[slot].scale is not None:
+                    fault = difference("tensor scale", made[slot].scale.to(cpu), right[slot].scale)
+                yield Finding(case, f"{slot.name}{what} {AS_ON_A_CPU}", fault)
+    except Exception as error:  # the page is still written
+        yield Finding(case, AS_ON_A_CPU, f"failed: {one_line(error)}")
 
 
-def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
-    """x, W and dy in BF16, by their names in `SLOTS_OF`, the same on every machine. Values have nine bits, and some
-    columns are larger and some rows smaller; a Hadamard transform is exact in any order of summation."""
-    tokens, inputs, outputs = _FINGERPRINT_SHAPE
+def small_tensors() -> dict[str, Tensor]:
+    """x, W and dy in BF16 on the CPU, by their names in `SLOTS_OF`. Values have nine bits, and some columns are larger
+    and some rows smaller; a Hadamard transform of any size is exact in any order of summation."""
+    tokens, inputs, outputs = _SHAPE
     shapes = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
     tensors = {}
     for name, shape in shapes.items():
-        values = (random_bits(rounding_key(name), *shape, device) & 0xFF).to(torch.float32) - 127.5
+        values = (random_bits(rounding_key(name), *shape, torch.device("cpu")) & 0xFF).to(torch.float32) - 127.5
         values[:, ::67] *= 16
         values[1::31] *= 2.0**-4
         values[:16, :16] = 0
@@ -418,14 +412,33 @@ def report(proofs: list[Proof], device: torch.device) -> str:
         "\n".join(faults),
         markdown(["what", "is"], list(surroundings(device).items()), left=2),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
-        "rounded to BF16, which alone is 1.7e-03):",
+        "rounded to BF16, which alone is 1.7e-03); and of fprop, dgrad, wgrad, and wgrad added to a gradient, the FP32 "
+        "outputs with other bits than in Blackwell's published order of sums:",
         with_reasons(
-            ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
+            ["precision", "backend", "comparisons", AS_ON_A_CPU, "NaN, inf arrive", *GEMMS, "other bits"],
             [proof.row() for proof in proofs if not proof.untested],
             {(proof.precision, proof.backend): proof.untested for proof in proofs if proof.untested},
         ),
+        "The order in which GEMMs add, read from their sums (precision/probes.py):",
+        orders_of_sums({proof.backend for proof in proofs if not proof.untested}, device),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def orders_of_sums(backends: set[str], device: torch.device) -> str:
+    """A table of the orders of sums of this device's GEMMs. backends: those that run here."""
+    gemms = [probes.of_backend(EmulatedBackend("blackwell"), "NVFP4, emulated with sums=blackwell")]
+    gemms += [probes.of_backend(BACKENDS[name](), f"NVFP4, {name}") for name in sorted(backends - {"emulated"})]
+    gemms += list(probes.of_libraries(device)) if device.type == "cuda" else []
+    rows = []
+    for gemm in gemms:
+        try:
+            found = probes.describe(gemm, device)
+        except Exception as error:  # the page is still written
+            found = {"group": f"failed: {one_line(error)}"}
+        cells = [found.get(column, "-") for column in probes.BLACKWELL]
+        rows.append([gemm.name, *cells, "yes" if found == probes.BLACKWELL else "no"])
+    return markdown(["GEMM", *probes.BLACKWELL, "as published of Blackwell"], rows, left=7)
 
 
 def with_reasons(heads: list[str], rows: list[list[str]], missing: Missing) -> str:

@@ -1,5 +1,6 @@
 """scripts/prove_backend.py on a CPU: what it lists, which faults it finds, and its exit codes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.support import BACKENDS
 from megatron_fp4.runtime.revision import revision
 from scripts import prove_backend
+from tests.composing import composed
 from tests.precision import te_stand_in
+from tests.precision.reference import NVFP4
 from tests.programs import cells, run_program
 from tests.test_benchmark import TINY
 
@@ -34,23 +38,27 @@ def test_all_cases_agree_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatc
     rows = cells(printed)
     compared = {(row[0], row[1]): row for row in rows if len(row) > 2}
     assert not {name for _, name in compared} & set(list(BACKENDS)[1:])
-    for precision, prints in prove_backend.FINGERPRINTS.items():
-        row, operands = compared[precision, "emulated"], len(prints.split())
+    for precision in prove_backend.PRECISIONS:
+        row, operands = compared[precision, "emulated"], 8 if "fp4" in precision else 6
         assert row[2].endswith(", 0 faults") and int(row[2].split(",")[0]) > 8
         assert row[3:5] == [f"{operands} of {operands}", "yes"]
-        assert all(0 <= float(error) < 4e-3 for error in row[5:])
+        assert all(0 <= float(error) < 4e-3 for error in row[5:8])
+    assert compared["nvfp4", "emulated"][8].startswith("0.0%, 0.0%, 0.0%, ")  # short sums are exact in any order
+    assert next(row for row in rows if row[0].startswith("NVFP4, emulated"))[-1] == "yes"
     (line,) = (line for line in printed.splitlines() if "by transformer_engine: " in line and "is on cpu" in line)
     assert line.startswith("- not run: nvfp4, nvfp4_4over6_1x16,") and "by torch: " in printed
     assert ["NVTE_USE_FAST_MATH", "1"] in [row[:2] for row in rows]
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "nvfp4_4over6_1x16", "mxfp8"])
-def test_other_backends_have_the_same_fingerprints(precision: str) -> None:
+def test_other_backends_have_the_codes_of_the_emulation(precision: str) -> None:
     """The stand-in of Transformer Engine has other random draws, so only some are compared, and no MXFP8."""
-    for name, prints in (("torch", slice(None)), *([("transformer_engine", slice(6))] if precision != "mxfp8" else [])):
+    drawn = {"torch": 2 if precision != "mxfp8" else 0} | ({"transformer_engine": 0} if precision != "mxfp8" else {})
+    recipe = recipe_from_config(composed(f"precision={precision}").precision)
+    for name, count in drawn.items():
         with te_stand_in.installed():
-            found = list(prove_backend.check_fingerprints(BACKENDS[name](), precision, CPU))
-        assert len(found) == len(prove_backend.FINGERPRINTS[precision].split()[prints])
+            found = list(prove_backend.compare_with_cpu(BACKENDS[name](), recipe, CPU))
+        assert len(found) == 6 + count
         assert not any(finding.fault for finding in found)
 
 
@@ -118,15 +126,20 @@ def test_differences_are_reported(spoil, seen, capsys, monkeypatch, tmp_path) ->
 
 @pytest.mark.slow
 def test_codes_that_differ_from_the_cpus_are_reported(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(prove_backend.FINGERPRINTS, "nvfp4", "01234567 " + prove_backend.FINGERPRINTS["nvfp4"][9:])
+    class OtherOnTheCPU(EmulatedBackend):
+        def operands(self, *arguments: Any) -> Any:
+            make_stored, make_across = super().operands(*arguments)
+            return make_stored, make_across and (lambda: replace(made := make_across(), values=made.values * 2))
+
+    monkeypatch.setattr(prove_backend, "EMULATED", OtherOnTheCPU())
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
     printed = capsys.readouterr().out
-    assert "**1 faults.**" in printed and "instead of 01234567" in printed and "7 of 8" in printed
+    assert "**4 faults.**" in printed and "codes as on a CPU: values differ in" in printed and "4 of 8" in printed
 
 
 def test_a_quantizer_that_raises_is_a_fault(monkeypatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "operands", lambda *_: 1 / 0)
-    (found,) = prove_backend.check_fingerprints(EmulatedBackend(), "nvfp4", CPU)
+    (found,) = prove_backend.compare_with_cpu(EmulatedBackend(), NVFP4, CPU)
     assert found.fault == "failed: ZeroDivisionError: division by zero"
 
 

@@ -244,6 +244,7 @@ class EmulatedBackend(Backend):
 
     name = "emulated"
     accumulates = transposes = True
+    sums = "fp32"
 
     def __init__(self, sums: str = "fp32") -> None:
         self.sums = sums

@@ -10,6 +10,8 @@ zeros on one GPU generation, and scales lay along the wrong dimension. For each 
     maximum    if ranks share a tensor's maximum: every operand must be scaled by the maximum of all ranks
     products   fprop, dgrad and wgrad at full size, from the backend's own operands, on 256 rows with FP64; and wgrad
                added to the gradient of earlier micro-batches
+    bits       the products of NVFP4 in FP32, on 64 rows, bit for bit with Blackwell's order of sums (sums.py): a fault
+               of the backend that says it computes in this order; of others the share of other bits is told
     gathered   operands that ranks gather as codes, weights and tokens: bit for bit; and their products
     poison     NaN and inf in x, W or dy must reach the products
 
@@ -49,11 +51,13 @@ from megatron_fp4.precision.recipe import (
     rounded_to_nearest,
 )
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.sums import fma, sums
 from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E2M1_VALUES,
+    E4M3_MAX,
     FP32_MAX,
     Place,
     Span,
@@ -321,15 +325,18 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
     return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
 
 
-def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
-    """All comparisons for one case, or the error that a kernel raised. A collective of the case's groups."""
+def check(backend: Backend, case: Case, device: torch.device, fairness: bool = False) -> list[Finding]:
+    """All comparisons for one case, or the error that a kernel raised. A collective of the case's groups.
+
+    fairness: also test the statistics of the project's own draws, which are compared bit for bit in any case.
+    """
     try:
-        return [Finding(case, *found) for found in _comparisons(backend, case, device)]
+        return [Finding(case, *found) for found in _comparisons(backend, case, device, fairness)]
     except Exception as error:  # such as a kernel that this chip cannot run, or another release's names
         return [Finding(case, "kernels", f"failed: {first_line(error)}")]
 
 
-def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:
+def _comparisons(backend: Backend, case: Case, device: torch.device, fairness: bool) -> Iterator[tuple[Any, ...]]:
     """The fields of each `Finding` after its case."""
     recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
@@ -358,7 +365,7 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         rows = rows_of(tensors[slot.tensor], call.place(slot.tensor), slot.transposed)
         fault = operand_fault(operand, *rows, call.request(slot), exact=True)
         yield f"{slot.name} gathered", fault
-    if not backend.draws_ours:
+    if fairness or not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
     groups = None
     if backend.accumulates:
@@ -382,6 +389,10 @@ def _product_comparisons(
         left, right = (made[slot] for slot in slots)
         product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
         yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
+        in_nvfp4 = all(operand.format == "nvfp4" for operand in recipe.gemms[name].operands)
+        if in_nvfp4:
+            in_fp32 = backend.gemm(left, right, torch.float32)
+            yield f"{name} bits", *_bits_fault(backend, in_fp32, left, right)
         if not gathered.keys().isdisjoint(slots):
             a, b = (gathered.get(slot, made[slot]) for slot in slots)
             product = backend.gemm(a, b, product.dtype)
@@ -393,6 +404,28 @@ def _product_comparisons(
             before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
             found = product_fault(summed, left, right, rows, groups=groups, before=before)
             yield "wgrad product added to a gradient", *found
+            if in_nvfp4:
+                before = in_fp32.flip(0) * 0.75
+                summed = backend.gemm(left, right, torch.float32, before.clone())
+                yield "wgrad bits, added to a gradient", *_bits_fault(backend, summed, left, right, before)
+
+
+def _bits_fault(backend: Backend, product: Tensor, a: Any, b: Any, before: Tensor | None = None) -> tuple[str, float]:
+    """Compare rows of an FP32 product of NVFP4 operands with Blackwell's order of sums: the fault, and the share of
+    outputs with other bits. before: what the product was added to."""
+    rows, alpha = _spaced_rows(product, _RECHECK_ROWS), _output_scale(a, b)
+    exact = sums(a.unpacked()[rows], b.unpacked())
+    expected = alpha * exact if before is None else fma(alpha, exact, before[rows])
+    differing, told = int((product[rows] != expected).sum()), getattr(backend, "sums", "") == "blackwell"
+    fault = f"{differing} of {exact.numel()} FP32 outputs have other bits than Blackwell's order of sums"
+    return fault if differing and told else "", differing / exact.numel()
+
+
+def _output_scale(a: Any, b: Any) -> Tensor:
+    """alpha of a GEMM: Transformer Engine multiplies both maxima first, PyTorch's GEMM both scales."""
+    if (amax := getattr(a, "amax", None)) is None:
+        return a.scale * b.scale  # type: ignore[no-any-return]
+    return (amax * b.amax * (1 / (E2M1_MAX * E4M3_MAX) ** 2)).view(())  # type: ignore[no-any-return]
 
 
 def _gathered_operands(
