@@ -26,7 +26,7 @@ from megatron_fp4.quantization.rounding import E2M1_MAX, E4M3_MAX, WHOLE
 _LARGE, _SMALL, _BASE, _SMALLEST_EXPONENT = 2.0**15, 2.0**-17, 2.0**12, -9
 _LONG, _SLOTS, _ROWS = 8192, 128, 128
 # What 1, 3, -1 and -3 half units become beside a large number of their sign, in half units.
-_ROUNDINGS = {
+_ROUNDINGS: dict[tuple[int, ...], str] = {
     (0, 4, 0, -4): "to nearest",
     (0, 2, 0, -2): "toward zero",
     (2, 4, -2, -4): "away from zero",
@@ -62,11 +62,11 @@ class Gemm:
                 a[row, place], b[row, place] = 4 * fraction * scale_a, scale_b
                 if self.slot > 1:  # the largest value of a block makes its scale; its product is zero
                     a[row, place + 15], b[row, place + 14] = E2M1_MAX * scale_a, E2M1_MAX * scale_b
-        if self.slot > 1:
-            a[0, -1] = b[0, -2] = E2M1_MAX * E4M3_MAX  # makes the tensor scale 1
+        if self.slot > 1:  # the largest value of a tensor makes its scale: 1
+            a[0, -1], b[0, -2] = E2M1_MAX * E4M3_MAX, E2M1_MAX * E4M3_MAX
         total = torch.full((rows, rows), before, device=device) if before else None
-        product = self.multiply(a.to(device), b.to(device), alpha, total)
-        return product.diagonal()[: len(witnesses)].to("cpu", torch.float64)
+        outputs = self.multiply(a.to(device), b.to(device), alpha, total)
+        return outputs.diagonal()[: len(witnesses)].to("cpu", torch.float64)
 
 
 def describe(gemm: Gemm, device: torch.device) -> dict[str, str]:
