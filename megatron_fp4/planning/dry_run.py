@@ -281,6 +281,11 @@ class _CountsProducts(Backend):
         self.num_products += 1
         return super().gemm(*arguments)  # type: ignore[safe-super]
 
+    def grouped_gemm(self, *arguments: Any) -> Any:
+        """As the backend, counted."""
+        self.num_products += 1
+        return super().grouped_gemm(*arguments)
+
 
 class _PlannedEmulation(_CountsProducts, EmulatedBackend):
     """The emulation, on kernels that do nothing."""

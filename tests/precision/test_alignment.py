@@ -23,12 +23,13 @@ from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear import grouped_linear, quantized_linear
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.support import check_sizes, first_refusal
 from models.hybrid import build_model
+from models.planned import EvenSegments
 from tests.composing import CONFIGS, composed, validate
 from tests.precision import reference as ref
 from tests.recipes import changed
@@ -64,11 +65,11 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
             pattern = "".join(sorted(set(config.model.pattern)))
             built = build_model(replace(config.model, pattern=pattern), mesh, torch.bfloat16)
         for _, module in built.linears():
-            context, (outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
+            context, (*_, outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
             sharding = context.sharding
             has_slices, groups = (sharding.in_tokens is not None, sharding.out_tokens is not None), sharding.num_groups
             sizes = outputs // groups % 128, outputs % 128, inputs % 128, groups > 1
-            found[sizes, has_slices, sharding.keep_padding] = (outputs, inputs), context
+            found[sizes, has_slices, sharding.keep_padding, context.num_experts > 0] = (outputs, inputs), context
     assert len(found) >= 4
     return list(found.values())
 
@@ -82,16 +83,21 @@ def compute(backend: Backend, by_name: Mapping[str, Recipe], tensor: int) -> Non
             pairs = itertools.product(enumerate(by_name.items()), enumerate(layers))
             for (i, (name, recipe)), (j, ((outputs, inputs), context)) in pairs:
                 tokens = TOKENS[(i + j) % 2]
-                if inputs % backend.alignment(recipe).inputs:
+                experts, alignment = context.num_experts, backend.alignment(recipe)
+                if inputs % alignment.inputs or (experts and (outputs % alignment.outputs or backend is not EMULATED)):
                     continue  # refused
                 context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
                 sharding = context.sharding
                 groups = sharding.in_tokens, sharding.out_tokens
                 gathered, scattered = (1 if group is None else group.size() for group in groups)
                 x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
-                weight = nn.Parameter(torch.empty(outputs, inputs))
+                weight = nn.Parameter(torch.empty(*([2] if experts else []), outputs, inputs))
+                counts, numbers = torch.empty(2, dtype=torch.int64), torch.empty(tokens, dtype=torch.int64)
                 try:
-                    y = quantized_linear(x, weight, context)
+                    if experts:
+                        y = grouped_linear(x, weight, context, EvenSegments.of_experts(counts, numbers))
+                    else:
+                        y = quantized_linear(x, weight, context)
                     y.backward(torch.empty_like(y))
                 except Exception as error:
                     raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
