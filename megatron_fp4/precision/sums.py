@@ -6,11 +6,12 @@
     dW     += alpha * c in one rounding to FP32, to nearest, for the second and later micro-batches
 
 The first two lines are published (arXiv 2609.02846, section "Modeling Observed Native NVFP4 GEMM Outputs"): probes of a
-GB200 found them, and they explain 258 of 258 permuted sums. They leave out a last rounding to multiples of 1/1024,
-which changes none of the 258. The last two lines are what CUTLASS's epilogue computes; the report says nothing about
-additions to an output. Not published, and refused: other formats, and GEMMs of one NVFP4 and one BF16 operand. Not
-known: whether a library splits long sums among programs, and the order of consumer chips (12.x).
-`scripts/prove_backend.py` reads all this from the card at hand (probes.py).
+GB200 found them, and they explain 258 of 258 permuted sums. (The report also rounds c to multiples of 1/1024, which
+changes none of the 258. Of 512 sums of random codes and scales its own emulation, whose groups are not exact, has 366.)
+The last two lines are what CUTLASS's epilogue computes; the report says nothing about additions to an output. alpha is
+that of PyTorch's GEMM; Transformer Engine rounds it in another order. Not published, and refused: other formats, and
+GEMMs of one NVFP4 and one BF16 operand. Not known: whether a library splits long sums among programs, and the order of
+consumer chips (12.x). `scripts/prove_backend.py` reads all this from the card at hand (probes.py).
 
 A rank adds the products of its own slice, beginning with its first. Sums over ranks come afterwards, as for any other
 order. The zeros that pad tokens and features are products, too, and change no sum; a last group may be shorter.
