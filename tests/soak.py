@@ -223,7 +223,7 @@ def damage(folder: Path, draw: random.Random) -> str:
 # Comparing a run with the undisturbed one
 
 # Fields that differ between two runs with the same bits.
-TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib")
+TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib", "joules_per_token")
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -232,7 +232,9 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
         rows.append((shown, *([str(len(blocks))] if compact else []), shape, recipe, why))
     columns = ["linear", *(["count>"] if compact else []), "out x in>", "recipe", "why"]
-    caption = f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits"
+    caption = (
+        f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits, {plan.bits_per_weight:.2f} bits a weight"
+    )
     return make_table(f"Precision plan {name}", columns, rows, caption)
 
 

@@ -81,7 +81,8 @@ class StepMetrics:
     or the step was a spike. phase, plan: names of the data phase and of the precision plan. data_wait: seconds that the
     first rank waited for its micro-batches. epochs: epochs of each source so far; empty in most steps. mfu:
     model_tflops over the device's peak in BF16; None if unknown. peak_memory_gib: of the first rank since it began;
-    None in most steps.
+    None in most steps. joules_per_token: of all ranks' GPUs together, if each takes what the first one's counter says;
+    None without such a counter.
     """
 
     step: int
@@ -99,6 +100,7 @@ class StepMetrics:
     epochs: dict[str, float] = field(default_factory=dict)
     mfu: float | None = None
     peak_memory_gib: float | None = None
+    joules_per_token: float | None = None
 
     @property
     def spike(self) -> bool:
@@ -118,6 +120,7 @@ class StepMetrics:
             "speed/step_seconds": self.step_time,
             "speed/data_wait_seconds": self.data_wait,
             "memory/peak_gib": self.peak_memory_gib,
+            "energy/joules_per_token": self.joules_per_token,
             "data/tokens": float(self.tokens),
             **{f"data/epochs_{name}": epochs for name, epochs in self.epochs.items()},
         }

@@ -58,6 +58,7 @@ _CURVES = (
     ("seconds for a step, data included", "step_time", "step"),
     ("seconds waiting for data in a step", "data_wait", "step"),
     ("peak memory of the first device (GiB)", "peak_memory_gib", "step"),
+    ("joules per token, all GPUs", "joules_per_token", "step"),
     ("gradient over its quantization noise", "ratio", "gradient_noise"),
 )
 Row = Sequence[str]
@@ -247,6 +248,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         "model_tflops": short_number,
         "mfu": "{:.1%}".format,
         "step_time": "{:.3g} s".format,
+        "joules_per_token": "{:.3g} J".format,
     }.items():
         values = run.series(field)[1]
         if np.isfinite(values).any():

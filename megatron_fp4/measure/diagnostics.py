@@ -17,8 +17,10 @@ other: the probe draws from no generator, and it never waits for the device.
     zeroed      share of the nonzero x that became zero
     saturated   share of the nonzero x above the largest value that their block's scale can express; elements of a block
                 with scale zero count only as zeroed
+    scale_spread  log2 of the largest over the smallest block scale that is not zero
     amax, rms   largest magnitude and root mean square before the transform; crest = amax / rms
     *_rht       the same three after the transform, which is meant to make the crest smaller
+    residual_rms  root mean square of the residual stream after each block
     error       ||q - exact|| / ||exact|| of a product (Frobenius norms)
     gradient_to_noise   ||dW exact|| / ||dW - dW exact|| of a linear or a block, for one micro-batch and its actual dy:
                 the noise that this wgrad adds. (gradient_noise.py measures the noise of a whole step.)
@@ -38,7 +40,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -46,7 +48,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -127,7 +129,7 @@ def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for linear in record["linears"].values():
         for operand, statistics in linear["operands"].items():
-            for quantity in ("snr_db", "zeroed", "saturated", "crest"):
+            for quantity in ("snr_db", "zeroed", "saturated", "crest", "scale_spread"):
                 found[quantity, operand].append(statistics[quantity])
             if "crest_rht" in statistics:
                 found["crest", f"{operand}_rht"].append(statistics["crest_rht"])
@@ -136,7 +138,7 @@ def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     for part in ("linears", "blocks"):
         ratios = [of["gradient_to_noise"] for of in record[part].values() if "gradient_to_noise" in of]
         found["gradient_to_noise", part] += ratios
-    scalars: dict[str, float] = {}
+    scalars = {f"residual_rms/{block}": rms for block, rms in record.get("residual_rms", {}).items()}
     for (quantity, name), every in found.items():
         if numbers := [number for number in every if not math.isnan(number)]:
             worst = min if quantity in ("snr_db", "gradient_to_noise") else max
@@ -208,7 +210,7 @@ class Probe:
         zeros = next(iter(self._sums.values())).new_zeros(len(OPERAND_SUMS))
         rows = [self._sums.get(key, zeros) for key in keys]
         sums = torch.stack([F.pad(row, (0, len(zeros) - len(row))) for row in rows])
-        maxima = torch.stack([self._maxima.get(key, zeros[:2]) for key in keys])
+        maxima = torch.stack([self._maxima.get(key, zeros[:4]) for key in keys])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         totals = dict(zip(keys, zip(sums.tolist(), maxima.tolist(), strict=True), strict=True))
@@ -237,6 +239,39 @@ class Probe:
     def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the same codes as the one at `of`, and so the same sums."""
         self._repeated[name, slot.name] = of.name
+
+
+class ResidualStream:
+    """Measures the residual stream after every block in the first micro-batch of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    @contextmanager
+    def attached(self, blocks: Iterable[nn.Module]) -> Iterator[ResidualStream]:
+        """Inside, it measures the results h [tokens, hidden] of `blocks`, with or without an auxiliary loss."""
+
+        def measure(name: str, module: nn.Module, inputs: Any, h: Tensor | tuple[Tensor, ...]) -> None:
+            if name not in self._sums:
+                h = (h if isinstance(h, Tensor) else h[0]).detach()
+                square = _sums_of_squares(h)
+                self._sums[name] = torch.cat((square, torch.full_like(square, h.numel())))
+
+        named = [(f"blocks.{i}", block) for i, block in enumerate(blocks)]
+        handles = [block.register_forward_hook(functools.partial(measure, name)) for name, block in named]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def collect(self) -> dict[str, float]:
+        """Block -> root mean square, over all ranks. A collective, and a host sync."""
+        sums = torch.stack([*self._sums.values()])
+        dist.all_reduce(sums)
+        return {
+            name: math.sqrt(square / count) for name, (square, count) in zip(self._sums, sums.tolist(), strict=True)
+        }
 
 
 class ProbedCall:
@@ -314,13 +349,14 @@ class ProbedCall:
         key, form = call.rounding_key_of(slot), format_of(operand.format)
         at, part = place.t() if slot.transposed else place, part.to(torch.float32)
         shared = shared_amax(amax, place.amax_groups) if form.tensor_scale else amax_of(part, at, form)
-        sums = operand_sums(part, operand, key and key.at(at), shared)
+        sums, exponents = operand_sums(part, operand, key and key.at(at), shared)
         # The transform is orthogonal: apart from rounding to BF16, it does not change the sum of squares.
         raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
         sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))
         if unit is not None:
             maxima, square = maxima * unit, unit.to(torch.float64).square()
             sums = torch.cat((sums[:2] * square, sums[2:5], sums[5:6] * square, sums[6:]))  # not the counts
+        maxima = torch.cat((maxima, exponents))
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
@@ -392,13 +428,16 @@ def _device_signs(size: int, device: torch.device) -> Tensor:
     return fixed_signs(size, device)
 
 
-def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None) -> Tensor:
+def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first five of `OPERAND_SUMS` for `x`, FP32 [rows, k], quantized as `operand` says: FP64 [5]. (The other two
-    are about the tensor before a transform.) key: of stochastic rounding. amax: as `Format.amax`, of all."""
+    are about the tensor before a transform.) And FP64 [2]: log2 of the largest block scale, and minus that of the
+    smallest that is not zero; -inf if all are. key: of stochastic rounding. amax: as `Format.amax`, of all."""
     encoded = operand.encode(x, key, amax)
     values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
     if scale is not None:
         values, limits = values.mul_(scale), limits * scale
+    exponents = torch.where(limits > 0, limits, math.nan).to(torch.float64).log2()
+    spread = torch.stack((exponents, -exponents)).nan_to_num(nan=-math.inf).flatten(1).amax(1)
     limits = limits * format_of(operand.format).largest  # [rows, k / block]: what each block's scale can express
     magnitude = x.abs().unflatten(-1, (limits.shape[-1], -1))
     reach = torch.where(limits > 0, limits * _ON_THE_LIMIT, math.inf)
@@ -406,18 +445,19 @@ def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Ten
     counts = torch.stack((torch.count_nonzero(x), torch.count_nonzero(values), saturated)).to(torch.float64)
     # Zeros stay zeros in every format, so the difference of the counts is what became zero.
     counts[1] = counts[0] - counts[1]
-    return torch.cat((_sums_of_squares(x, values - x), counts))
+    return torch.cat((_sums_of_squares(x, values - x), counts)), spread
 
 
 def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transformed: bool) -> dict[str, float]:
     """The statistics that the top of this file lists.
 
-    sums: totals in the order of `OPERAND_SUMS`. maxima: before and after the transform. transformed: whether there was
+    sums: totals in the order of `OPERAND_SUMS`. maxima: before and after the transform, and the exponents of block
+    scales, as `operand_sums`. transformed: whether there was
     a Hadamard transform; without one, the `*_rht` are left out. A tensor of zeros has an SNR of infinity and shares of
     0.
     """
     signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums
-    raw_amax, amax = maxima
+    raw_amax, amax, largest_scale, smallest_scale = maxima
     statistics = {
         "snr_db": _decibels(signal, error),
         "zeroed": zeroed / max(nonzero, 1.0),
@@ -425,6 +465,7 @@ def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transform
         "amax": raw_amax,
         "rms": (rms := math.sqrt(raw_signal / raw_count)),
         "crest": raw_amax / rms if rms > 0 else 0.0,
+        "scale_spread": max(0.0, largest_scale + smallest_scale),
     }
     if transformed:
         rms_rht = math.sqrt(signal / raw_count)

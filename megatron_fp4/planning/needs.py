@@ -377,13 +377,17 @@ def _time_facts(
         for axis, size in reversed(parallel.axis_sizes(ranks).items())
         if size > 1
     ]
+    seconds = sum(phase.num_steps * time.seconds for phase, time in times)
+    tokens = sum(phase.num_steps * phase.batch_size * length for phase, _ in times)
+    joules = seconds * ranks * gpu_of(parallel).watts
     return {
         "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
         "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
         "assumed while computing": f"BF16 at {run.dry_mfu:.0%} of {gpu_of(parallel).bf16:g} TFLOP/s per rank",
         "linears by": config.precision.backend,
         "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
-        "time of the run": long_time(sum(phase.num_steps * time.seconds for phase, time in times)),
+        "time of the run": long_time(seconds),
+        "energy, if the GPUs take their most": f"{joules / max(1, tokens):.3g} J per token, {joules / 3.6e6:.3g} kWh",
     }
 
 

@@ -134,6 +134,12 @@ class Plan:
         weights = [row.linear.parameters for row in self.rows if row.recipe[FPROP_WEIGHT].in_4_bits]
         return sum(weights) / max(1, sum(row.linear.parameters for row in self.rows))
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight in fprop, averaged over the linears, with block scales."""
+        bits = sum(row.recipe[FPROP_WEIGHT].bits * row.linear.parameters for row in self.rows)
+        return bits / max(1, sum(row.linear.parameters for row in self.rows))
+
     def warning(self, name: str) -> str:
         """A warning if the 4-bit plan of `precision=name` leaves much of the model in other formats; otherwise ""."""
         share = self.share_in_4_bits

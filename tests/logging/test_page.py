@@ -43,7 +43,8 @@ def write_run(folder: Path, gap: float = 0.0, source: str = "prose", records: An
             {"kind": "step", "step": step, "tokens": 100 * step, "loss": None if step == 7 else 5 - step / 20 + gap,
              "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e3, "model_tflops": 0.5, "step_time": 0.5,
              "data_wait": 0.05, "skipped": step == 7, "phase": "broad" if step < 20 else "<b>", "plan": "nvfp4",
-             "peak_memory_gib": 12.5 if step % 10 == 0 else None, "epochs": {"code": step / 20}}
+             "peak_memory_gib": 12.5 if step % 10 == 0 else None, "joules_per_token": 0.25,
+             "epochs": {"code": step / 20}}
         )  # fmt: skip
         if step % 10 == 0:
             lines.append({"kind": "validation", "step": step, "losses": {"code": 5 - step / 20 + gap, source: 6.0}})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
-from megatron_fp4.measure.diagnostics import Probe, diagnostics_record, diagnostics_scalars
+from megatron_fp4.measure.diagnostics import Probe, ResidualStream, diagnostics_record, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.measure.replay import replay
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -57,6 +57,25 @@ class Run:
         return [whole(parameter) for parameter in self.model.parameters()]
 
 
+def _residual_stream(rank: int) -> tuple[dict[str, float], list[float]]:
+    """The measured root mean squares, and those of the blocks called one after another."""
+    run, stream, expected = Run(toy_mesh(1), NVFP4), ResidualStream(), []
+    tokens = run.batches(0)[0].tokens
+    h = run.model.embedding(tokens)
+    for block in run.model.blocks:
+        h = block(h, tokens.shape[1])
+        expected.append(h.double().square().mean().sqrt().item())
+    with stream.attached(run.model.blocks):
+        run.step(0)
+    run.step(1)
+    return stream.collect(), expected
+
+
+def test_the_residual_stream_is_measured_after_each_block() -> None:
+    found, expected = launch(_residual_stream, 1)[0]
+    assert list(found.values()) == pytest.approx(expected, rel=1e-5) and found["blocks.1"] > found["blocks.0"] > 0
+
+
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -68,7 +87,7 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
     off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
     generator, recheck, records, norms, noises = torch.get_rng_state(), Recheck(1, on.linears), [], [], []
     for step in range(3):
-        probe, due = Probe(), step % 2 == 0
+        probe, stream, due = Probe(), ResidualStream(), step % 2 == 0
         if due:
             recipes = {name: context.recipe for name, context in on.linears.items()}
             noises.append(on.noise(step))
@@ -76,7 +95,11 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
             assert replayed.differences == [] and replayed.checked > 60
             assert recipes == {name: context.recipe for name, context in on.linears.items()}
             assert all(parameter.grad is None for parameter in on.model.parameters())
-        with probe.attached(on.linears if due else {}), recheck.watching(step):
+        with (
+            probe.attached(on.linears if due else {}),
+            stream.attached(on.model.blocks if due else ()),
+            recheck.watching(step),
+        ):
             result = on.step(step)
         rechecked = recheck.collect()
         assert rechecked is not None and rechecked.linear == LINEARS[step]
@@ -85,7 +108,7 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
         assert torch.equal(generator, torch.get_rng_state())
         assert all(context.probe is None for context in on.linears.values())
         if found := probe.collect(list(on.linears)):
-            records.append(diagnostics_record(found))
+            records.append(diagnostics_record(found) | {"residual_rms": stream.collect()})
             norms.append(result[1])
     assert _same(on.weights(), off.weights())
     return records, norms, noises
@@ -102,6 +125,7 @@ def test_measurements_do_not_change_the_run(world: int, tp_size: int, recipe: Re
     records, norms, noises = outcomes[0]
     assert len(records) == len(noises) == 2
     for record in records:
+        assert list(record["residual_rms"]) == ["blocks.0", "blocks.1"]
         assert list(record["linears"]) == LINEARS and list(record["blocks"]) == ["blocks.0", "blocks.1"]
         for linear in record["linears"].values():
             assert len(linear["operands"]) == 6

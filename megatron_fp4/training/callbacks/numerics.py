@@ -3,10 +3,11 @@ The work itself is in precision/verify.py, precision/plan.py and measure/."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_fp4.measure.diagnostics import Probe, diagnostics_record, diagnostics_scalars
+from megatron_fp4.measure.diagnostics import Probe, ResidualStream, diagnostics_record, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.measure.replay import ReplayError, replay
 from megatron_fp4.precision import verify
@@ -99,17 +100,22 @@ class ReplayCheck(Callback):
 
 
 class QuantizationDiagnostics(Callback):
-    """Probes the linears in every `precision.diagnostics.interval`-th step. Gradient noise and replays run outside the
-    step, and are not probed."""
+    """Probes the linears and the residual stream in every `precision.diagnostics.interval`-th step. Gradient noise and
+    replays run outside the step, and are not probed."""
 
     _probe: Probe | None = None
 
-    def around_step(self, step: Step) -> AbstractContextManager[object]:
-        due = step.index % self.trainer.config.precision.diagnostics.interval == 0
-        self._probe = Probe() if due else None
-        return nullcontext() if self._probe is None else self._probe.attached(self.trainer.precision.linears)
+    @contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        self._probe = None
+        if step.index % self.trainer.config.precision.diagnostics.interval:
+            yield
+            return
+        self._probe, self._residual = Probe(), ResidualStream()
+        with self._probe.attached(self.trainer.precision.linears), self._residual.attached(self.trainer.model.blocks):
+            yield
 
     def after_step(self, step: Step) -> None:
         if self._probe is not None and (found := self._probe.collect(list(self.trainer.precision.linears))):
-            record = diagnostics_record(found)
+            record = {**diagnostics_record(found), "residual_rms": self._residual.collect()}
             self.trainer.log.metrics.record(step.done, "diagnostics", record, diagnostics_scalars(record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,11 +106,17 @@ class Records(Callback):
 
     _warned = False
 
+    def start(self, done: int) -> None:
+        device = self.trainer.mesh.device
+        self._energy = energy_counter(device) if self.trainer.log.active else lambda: None
+        self._joules = self._energy()
+
     def after_step(self, step: Step) -> None:
         trainer = self.trainer
         log, config, device = trainer.log, trainer.config, trainer.mesh.device
-        seconds = time.perf_counter() - step.began
-        rate = (trainer.tokens(step.done) - trainer.tokens(step.index)) / seconds
+        seconds, tokens = time.perf_counter() - step.began, trainer.tokens(step.done) - trainer.tokens(step.index)
+        rate, before, self._joules = tokens / seconds, self._joules, self._energy()
+        used = None if self._joules is None or before is None else (self._joules - before) * trainer.mesh.world_size
         length = trainer.data.phases.span(step.index).sequence_length or config.train.sequence_length
         flops = trainer.models.training_flops_per_token(config.model, length)
         tflops, peak = flops * rate / trainer.mesh.world_size / 1e12, peak_tflops(device)
@@ -140,6 +147,7 @@ class Records(Callback):
                 epochs=trainer.data.epochs(step.done) if due else {},
                 mfu=None if peak is None else tflops / peak,
                 peak_memory_gib=_peak_memory(device) if due or first else None,
+                joules_per_token=None if used is None else used / tokens,
             )
         )
 
@@ -176,6 +184,10 @@ class Summary(Callback):
             facts[f"below unigram entropy, {name} (nats)"] = round(entropy - loss, 4)
         if (run_dir / "exports" / folder_name(steps)).is_dir():
             facts["exported as"] = f"exports/{folder_name(steps)}"
+        steps_of = records_of(run_dir, "step")
+        used = attempt("the energy", lambda: [of["joules_per_token"] for of in steps_of if of.get("joules_per_token")])
+        if used:
+            facts["energy of the GPUs (J per token)"] = round(sum(used) / len(used), 4)
         if goodput := attempt("the goodput", lambda: goodput_of(records_of(run_dir))):
             facts["goodput"] = goodput
         text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
@@ -374,6 +386,25 @@ def peak_of(name: str) -> float | None:
     words = re.split(r"[\s-]", name)
     found = [peak for model, peak in _PEAKS.items() if set(model.split()) <= set(words)]
     return found[-1] if found and "MIG" not in words else None
+
+
+def energy_counter(device: torch.device) -> Callable[[], float | None]:
+    """A function that returns the joules that the GPU has taken since its driver was loaded, by NVML's counter; None:
+    there is none (a CPU, a part of a GPU, another maker's)."""
+    if device.type != "cuda":
+        return lambda: None
+    try:
+        nvml, handle, millijoules = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
+        read = nvml.nvmlDeviceGetTotalEnergyConsumption
+    except (OSError, AttributeError):
+        return lambda: None
+
+    def joules() -> float | None:
+        return None if failed or read(handle, ctypes.byref(millijoules)) else millijoules.value / 1e3
+
+    return joules
 
 
 def _peak_memory(device: torch.device) -> float:
