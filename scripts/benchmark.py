@@ -280,7 +280,8 @@ def measure(
         step_state.step = len(seconds)
         loss = accumulate(model, batches, mesh, step_state, reshard=config.parallel.reshard, graphs=graphs)
         settings = config.optimizer
-        result = update(optimizer, loss, mesh, step_state, lr=settings.lr, clip_norm=settings.clip_norm)
+        parts, clip_norm = (optimizer, loss, mesh, step_state), settings.clip_norm
+        result = update(*parts, lr=settings.lr, clip_norm=clip_norm, model=model)
         losses.append(result.loss)
         synchronize()
         seconds.append(time.perf_counter() - began)

@@ -81,16 +81,22 @@ def gradient_tree(model: nn.Module) -> GradientTree | None:
     return getattr(model, "_gradient_tree", None)
 
 
+def sharded_model_of(model: nn.Module) -> ShardedModel | None:
+    """What gathers and reduces once a step; None: FSDP2 does it, or there is one data-parallel rank."""
+    return getattr(model, "_sharded_model", None)
+
+
 @contextmanager
-def gathered_parameters(model: nn.Module) -> Iterator[ShardedModel | None]:
+def gathered_parameters(model: nn.Module, weights_version: int | None = None) -> Iterator[ShardedModel | None]:
     """Inside, `model` can run. Afterwards its parameters are the shards, also after an error. A collective.
 
-    Yields what has to `reduce` the gradients; None: FSDP2 does, or there is one data-parallel rank.
+    weights_version: of the shards; if `gather_ahead` gathered these, they are not gathered again. Yields
+    `sharded_model_of(model)`, which has to `reduce` the gradients.
     """
-    sharded: ShardedModel | None = getattr(model, "_sharded_model", None)
+    sharded = sharded_model_of(model)
     try:
         if sharded is not None:
-            sharded.gather()
+            sharded.gather(weights_version)
         yield sharded
     finally:
         if sharded is not None:
@@ -224,6 +230,7 @@ class ShardedModel:
         self._codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
         self._reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
+        self.ahead: int | None = None  # the version of weights that `gather_ahead` gathered for the next step
         self._buckets: list[list[ShardedParameter]] = [[]]
         size = 0
         for parameter in self.parameters:
@@ -234,16 +241,28 @@ class ShardedModel:
             size += parameter.size.numel()
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Fill the buffers, and give the modules the parameters in them. A collective."""
+    def gather(self, weights_version: int | None = None) -> None:
+        """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them. A collective."""
         for parameter in self.parameters:
             parameter.find_shard()
+        ahead, self.ahead = self.ahead, None
         reasons = [codes.reasons for codes in self._codes]
         if reasons != self._reasons:
+            ahead = None
             for parameter in self.parameters:
                 parameter.decide()
             as_codes = [p.codes for p in self.parameters if p.codes is not None and p.as_codes]
             self._maxima, self._reasons = SharedMaxima(as_codes, self.mesh.shards), reasons
+        if ahead is None or ahead != weights_version:
+            self.gather_ahead()
+        for parameter in self.parameters:
+            parameter.show(parameter.gathered)
+        self._gathered = True
+
+    @torch.no_grad()
+    def gather_ahead(self) -> None:
+        """Fill the buffers with the parameters of all ranks. A collective. If weights do not change before the next
+        step, its caller sets `ahead` to their version."""
         self._maxima.measure()
         group, ranks = self.mesh.shards.get_group(), self.mesh.shards.size()
         for bucket in self._buckets:
@@ -253,9 +272,6 @@ class ShardedModel:
             buffers = [buffer for parameter in bucket for buffer in parameter.buffers(ranks * parameter.chunk)]
             out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
             torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
-        for parameter in self.parameters:
-            parameter.show(parameter.gathered)
-        self._gathered = True
 
     def _assert_gathered(self) -> None:
         assert self._gathered, "a model runs only inside `gathered_parameters`"

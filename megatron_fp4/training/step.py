@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel import fsdp
-from megatron_fp4.parallel.data_parallel import gathered_parameters, gradient_tree
+from megatron_fp4.parallel.data_parallel import gathered_parameters, gradient_tree, sharded_model_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
 from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size
@@ -122,7 +122,7 @@ def accumulate(
     if tree is not None:
         tree.begin()
     replaying = nullcontext() if graphs is None else graphs.step(micro_batches, num_global, step_state)
-    with replaying as replays, gathered_parameters(model) as sharded:
+    with replaying as replays, gathered_parameters(model, step_state.weights_version) as sharded:
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
             fsdp.prepare(model, mesh, position == 1, position == num_own, reshard)
@@ -202,12 +202,14 @@ def update(
     requests: StepRequests = NO_REQUESTS,
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
+    model: nn.Module | None = None,
 ) -> StepResult:
     """Update the weights with the gradients of `accumulate`, or skip the step; drop the gradients.
 
     loss: returned by `accumulate`. clip_norm: limit of the global gradient's norm, 0 for none. requests: this rank's.
     accept: decides from a finite loss and norm (`StepResult`) whether to update, the same on all ranks; None: always.
-    progress: learns what this rank does.
+    progress: learns what this rank does. model: its parameters are gathered for the next step, if it gathers once a
+    step and the update does not wait for the host.
     """
     parameters, progress = optimizer_parameters(optimizer), progress or Progress()
     progress.at(step_state.step + 1, "sums over all ranks")
@@ -232,6 +234,9 @@ def update(
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
+    sharded = sharded_model_of(model) if on_device and model is not None else None
+    if sharded is not None:
+        sharded.gather_ahead()
     if arrived is not None:
         arrived.synchronize()
     mean_loss, squared_norm, *counts = on_host.tolist()
@@ -247,6 +252,8 @@ def update(
         optimizer.step()
     if not skipped:
         step_state.weights_version += 1
+    if sharded is not None:
+        sharded.ahead = step_state.weights_version
     optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
 

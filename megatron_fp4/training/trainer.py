@@ -276,6 +276,7 @@ class Trainer:
                     requests=StepRequests(*requests),
                     accept=self.accept,
                     progress=progress,
+                    model=self.model,
                 )
             for callback in self.callbacks:
                 callback.after_step(step)
