@@ -1,5 +1,5 @@
-"""What pretrain.py answers before it imports torch, which takes seconds: `--help`, `--version`, `--cfg job`, that its
-packages are missing; `--multirun`, whose runs are processes of their own; and a first line for a run."""
+"""What pretrain.py answers before it imports torch, which takes seconds: `--help`, `--version`, `--cfg job`, `--info`,
+that its packages are missing; `--multirun`, whose runs are processes of their own; and a first line for a run."""
 
 from __future__ import annotations
 
@@ -47,12 +47,16 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
         print(f"pretrain.py: {line}", file=sys.stderr)
         return 2
     sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
-    if not (wants_help or sweeps or "--cfg" in arguments):
+    if not (wants_help or sweeps or {"--cfg", "--info"} & {*arguments}):
         if os.environ.get("RANK", "0") == "0" and {"--check", "run.dry=true"}.isdisjoint(arguments):
             with contextlib.suppress(OSError):  # a pipe without a reader
                 os.write(1, f"megatron_fp4 {__version__}: importing PyTorch takes some seconds\n".encode())
         return None
-    from megatron_fp4.config.compose import compose_config, to_yaml  # and with it Hydra, for which no version waits
+    from megatron_fp4.config.compose import (
+        compose_config,
+        show_info,
+        to_yaml,
+    )  # and with it Hydra, for which no version waits
     from megatron_fp4.config.help import help_text
     from megatron_fp4.config.schema import ConfigError
 
@@ -67,11 +71,18 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
                 raise ConfigError("--multirun starts the ranks of each run itself; start it with python, not torchrun")
             rest = [argument for argument in arguments if argument not in ("--multirun", "-m")]
             return multirun(rest, config_dir.parent / "pretrain.py", config_dir)
+        elif "--info" in arguments:
+            place = arguments.index("--info")
+            show_info(
+                *arguments[place + 1 : place + 2] or ["all"], [*arguments[:place], *arguments[place + 2 :]], config_dir
+            )
         else:
-            place = arguments.index("--cfg")
-            if arguments[place + 1 : place + 2] != ["job"]:
+            rest = [argument for argument in arguments if argument != "--resolve"]
+            place = rest.index("--cfg")
+            if rest[place + 1 : place + 2] != ["job"]:
                 raise ConfigError("--cfg prints the configuration of a run; write --cfg job")
-            print(to_yaml(compose_config(arguments[:place] + arguments[place + 2 :], config_dir)), end="")
+            config = compose_config(rest[:place] + rest[place + 2 :], config_dir)
+            print(to_yaml(config, resolve="--resolve" in arguments), end="")
     except ConfigError as error:
         print(f"pretrain.py: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """What pretrain.py can answer without torch, in programs where importing torch fails; and sweeps of several runs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,13 @@ def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(ca
     assert answer(["train.steps=3", "--check"], CONFIGS) is None and capsys.readouterr() == ("", "")
     assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
+    reference = "data.cache_dir=${oc.env:HOME}"
+    for more, shown in (([], "${oc.env:HOME}"), (["--resolve"], os.environ["HOME"])):
+        assert answer([reference, "--cfg", "job", *more], CONFIGS) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["data"]["cache_dir"] == shown
+    assert answer(["--info", "defaults", "precision=bf16"], CONFIGS) == 0
+    assert re.search(r"\| precision/bf16 .*\| precision ", capsys.readouterr().out)
+    assert answer(["--info", "keys"], CONFIGS) == 2 and "write one of all, config" in capsys.readouterr().err
     assert answer(["--cfg", "all"], CONFIGS) == 2 and answer(["--cfg", "job", "train.stepz=3"], CONFIGS) == 2
 
 

@@ -143,10 +143,24 @@ def _without_environment(saved: Mapping[str, Any], given: Collection[str], opens
     return kept
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config, resolve: bool = False) -> str:
     """The configuration as YAML, in the order of the dataclasses; the same one can be composed from it. Values from
-    environment variables are written as references to these."""
-    return OmegaConf.to_yaml(OmegaConf.create(_without_added(as_saved(config))))
+    environment variables are written as references to these, unless `resolve`."""
+    return OmegaConf.to_yaml(OmegaConf.create(_without_added(as_saved(config))), resolve=resolve)
+
+
+def show_info(what: str, overrides: Sequence[str], config_dir: Path) -> None:
+    """Print what Hydra knows of the composition. what: of its `--info`. Raises ConfigError."""
+    shown = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    if what not in shown:
+        raise ConfigError(f"--info {what}: write one of {', '.join(shown)}")
+    hydra_defaults()
+    GlobalHydra.instance().clear()
+    with (
+        _config_errors([config_dir]),
+        initialize_config_dir(config_dir=str(config_dir), version_base="1.3", job_name="pretrain"),
+    ):
+        GlobalHydra.instance().hydra.show_info(what, "config", list(overrides))
 
 
 def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:

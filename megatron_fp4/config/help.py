@@ -45,7 +45,8 @@ def help_text(config_dir: str | Path) -> str:
         "  pretrain.py 'experiment=[nemotron_h_8b,qaf]' data=my_corpus",
         "  pretrain.py --config-dir=mine model=my_model        with your own groups: mine/model/my_model.yaml",
         "  pretrain.py --multirun run.seed=1,2 precision=nvfp4,bf16 run.dir=runs/sweep   four runs, one after another",
-        "  pretrain.py --cfg job train.steps=100               print the configuration",
+        "  pretrain.py --cfg job train.steps=100               print the configuration (--resolve: with environment)",
+        "  pretrain.py --info defaults                         what Hydra composes it of",
         "  pretrain.py --check train.steps=100                 check whether the run would start",
     ]
     return "\n".join(lines)
