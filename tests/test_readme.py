@@ -1,5 +1,8 @@
-"""The links between the pages of the documentation."""
+"""The links between the pages of the documentation, and its notebook."""
 
+import contextlib
+import io
+import json
 import re
 from pathlib import Path
 
@@ -21,6 +24,15 @@ def test_targets_of_links_exist() -> None:
             other = page.parent / target if target else page
             assert other.exists(), f"{page.name} points to {target}"
             assert not anchor or anchor in anchors(other), f"{page.name} points to {target}#{anchor}"
+
+
+def test_the_notebook_prints_what_it_shows() -> None:
+    cells, names = json.loads((ROOT / "docs/quantizers.ipynb").read_text())["cells"], dict[str, object]()
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec("".join(cell["source"]), names)
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        assert printed.getvalue() == shown, cell["source"]
 
 
 def test_every_page_and_picture_is_linked() -> None:
