@@ -204,6 +204,15 @@ def launch(kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], co
     gpu.start(kernel, grid, arguments, constants)
 
 
+def compiled_ahead(kernel: Kernel, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Compile a kernel for the arguments of `launch`; returns what Triton's `warmup` does, which compiles in threads
+    inside its `AsyncCompileMode`."""
+    if kernel.types is None:
+        return kernel.function.warmup(*arguments, grid=(1,), **constants, **kernel.options)
+    types, values = _variant(kernel, arguments[0].dtype == torch.float32, constants)
+    return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options)
+
+
 def kernels_unavailable(device: torch.device) -> str | None:
     """Why the kernels cannot run on a CUDA `device`; None if they can. They need compute capability 8.0 and Triton."""
     if torch.version.hip is not None:
@@ -238,11 +247,15 @@ def _compiled(
     device_index: of the current device; it only makes the cache one for each device. names: of `constants`, in the same
     order.
     """
+    types, values = _variant(kernel, fp32, dict(zip(names, constants, strict=True)))
+    return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options), values
+
+
+def _variant(kernel: Kernel, fp32: bool, constants: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """The types of a kernel's arguments, and the values of its constants in the order of its signature."""
     assert kernel.types is not None
-    given = dict(zip(names, constants, strict=True))
     pair_type = torch.int64 if fp32 else torch.int32
     types = [pair_type if dtype is None else dtype for dtype in kernel.types]
     parameters = list(inspect.signature(kernel.function.fn).parameters)[len(types) :]
-    assert given.keys() == set(parameters), f"{kernel.name} has the constants {parameters}, not {list(given)}"
-    values = tuple(given[parameter] for parameter in parameters)
-    return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options), values
+    assert constants.keys() == set(parameters), f"{kernel.name} has the constants {parameters}, not {list(constants)}"
+    return types, tuple(constants[parameter] for parameter in parameters)

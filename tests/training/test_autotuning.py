@@ -2,15 +2,22 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_fp4.planning.dry_run import AllocatingGPU
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
+from megatron_fp4.quantization import cuda
 from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, pin_kernels, record_here
+from tests.distributed.hybrid import RECIPES
 from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
@@ -143,6 +150,31 @@ def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, mon
     kept = tmp_path / "run" / "A.zip"
     kept.write_bytes(kept.read_bytes().replace(files["k.json"], b"[]"))
     assert on("third", "A") is None and on("third", "C") is None and on("third", "B") is not None
+
+
+class NotingGPU(autotuning._NotingGPU, AllocatingGPU):
+    """On a CPU, whose tensors are as on a GPU that computes nothing."""
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "quartet2"])
+def test_the_kernels_of_every_linear_are_compiled_before_the_first_step(name: str, monkeypatch) -> None:
+    """Their variants depend on the recipe alone, not on the linear's sizes."""
+    compiled, triton, other = list[Any](), ModuleType("triton"), NotingGPU()
+    triton.AsyncCompileMode = lambda *_, **__: nullcontext()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(autotuning, "_NotingGPU", NotingGPU)
+    monkeypatch.setattr(cuda, "compiled_ahead", lambda *launch: compiled.append(launch))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    linear = LinearContext(name="linear", recipe=RECIPES[name])
+    autotuning.compile_quantizers([linear, LinearContext(name="alike", recipe=RECIPES[name])], torch.device("cpu"))
+    with cuda.other_gpu(other):
+        x = torch.ones(128, 384, dtype=torch.bfloat16, requires_grad=True)
+        quantized_linear(x, torch.ones(640, 384, requires_grad=True), linear).sum().backward()
+
+    def variants(launches: Iterable[tuple[cuda.Kernel, tuple[Any, ...], dict[str, Any]]]) -> list[str]:
+        return sorted(f"{kernel.name} {arguments[0].dtype} {constants}" for kernel, arguments, constants in launches)
+
+    assert variants(compiled) == variants(other.launched.values()) != []
 
 
 def _ranks(

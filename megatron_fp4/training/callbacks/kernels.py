@@ -1,5 +1,5 @@
-"""Use the same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run; and keep
-compiled kernels beside the run.
+"""Use the same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run; compile
+kernels in parallel, and keep them beside the run.
 
 mamba-ssm's kernels are autotuned: the first call with a new key times every configuration (block sizes, warps) and
 keeps the fastest. Block sizes decide the order of sums, so the choice changes the last bits of results. Triton can
@@ -19,10 +19,11 @@ of the model, not of the batch, so validation needs no more. Choices come, in th
 The first two are used only with the same GPU and versions. A key that appears later is not timed, because each rank
 would time it for itself: on every rank and in every run it gets the smallest configuration.
 
-Triton compiles a kernel in about a second, and keeps it in a folder of this machine. The first rank also copies those
-that the run uses to `run.dir/kernels`, from where a start on another machine takes them. Triton's key says which
-source, options, GPU and version they are of. These files are code for the GPU alone: Inductor's functions and what
-launches a kernel on the host are compiled again.
+Triton compiles a kernel in about a second when it is first launched, and keeps it in a folder of this machine. The
+quantizers' kernels are compiled before the first step, in threads: one linear of each recipe is computed on a GPU that
+only notes what is launched. The first rank also copies those that the run uses to `run.dir/kernels`, from where a start
+on another machine takes them. Triton's key says which source, options, GPU and version they are of. These files are
+code for the GPU alone: Inductor's functions and what launches a kernel on the host are compiled again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -40,6 +40,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,10 @@ import torch.distributed as dist
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.files import attempt
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.operands import LinearContext
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.quantization import cuda
 from megatron_fp4.training.trainer import Callback
 
 log = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ log = logging.getLogger(__name__)
 RECORD_FILE = "autotuning.json"
 FOLDER = "kernels"
 _COMPILERS = 16
+_TOKENS, _FEATURES = 256, 256  # of a linear whose kernels are noted
 _PACKAGE = "mamba_ssm"
 _KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # imports all kernels of the scan
 
@@ -77,13 +83,18 @@ class Kernels(Callback):
 
     def start(self, done: int) -> None:
         trainer = self.trainer
-        trainer.progress.at(0, "tune kernels")
+        trainer.progress.at(0, "compile kernels")
         kept = KeptKernels(Path(trainer.config.run.dir) / FOLDER)
-        if importlib.util.find_spec("triton") is not None:
+        if cuda.gpu.available(trainer.mesh.device):
             kept.install()
+            kept.writes = trainer.log.active
+            if trainer.config.precision.compute_dtype == "bfloat16":
+                compile_quantizers(trainer.precision.linears.values(), trainer.mesh.device)
+            kept.writes = False  # tuning compiles many kernels that are not used
+        trainer.progress.at(0, "tune kernels")
         if mixers := trainer.model.autotuned_mixers():
             self._pin(mixers, done)
-        kept.writes = trainer.log.active  # from now on: tuning has compiled many kernels that are not used
+        kept.writes = trainer.log.active
         for kernel in live_autotuners().values():  # forget what is compiled: what is used is looked up, and so kept
             while not hasattr(kernel, "device_caches"):
                 kernel = kernel.fn
@@ -112,6 +123,54 @@ class Kernels(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._saved = state
+
+
+class _NotingGPU(cuda.NvidiaGPU):
+    """Notes what is launched, and launches nothing, so that results are undefined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: dict[Any, tuple[cuda.Kernel, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def start(
+        self, kernel: cuda.Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        types = tuple(getattr(argument, "dtype", None) for argument in arguments)
+        self.launched[kernel, types, tuple(constants.items())] = kernel, arguments, constants
+
+
+def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -> None:
+    """Compile the quantizers' kernels of these linears in threads. A collective, because ranks share maxima.
+
+    A kernel that is not compiled here, or fails here, is compiled when it is first launched.
+    """
+    mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
+    if mode is None:
+        return
+    gpu, alike = _NotingGPU(), dict[Any, LinearContext]()
+    for linear in linears:
+        shared, ours = linear.sharding, linear.backend.name != "transformer_engine"
+        if linear.recipe.quantized and ours and not linear.parts:
+            alike.setdefault((linear.recipe, linear.keeps_input, shared.in_tokens, shared.out_tokens), linear)
+    with cuda.other_gpu(gpu):
+        for linear in alike.values():
+            context = replace(linear, step_state=StepState(seed=0), weight_cache=None, probe=None, watcher=None)
+            x = torch.zeros(_TOKENS, _FEATURES, dtype=torch.bfloat16, device=device, requires_grad=True)
+            w = torch.zeros(linear.sharding.num_groups * _FEATURES, _FEATURES, device=device, requires_grad=True)
+            y = quantized_linear(x, w, context)
+            torch.autograd.grad(y, (x, w), torch.zeros_like(y))
+    workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
+    with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
+        compiled = [cuda.compiled_ahead(*launch) for launch in gpu.launched.values()]
+    with ThreadPoolExecutor(workers) as executor:
+        list(executor.map(functools.partial(_load, device=device), compiled))
+
+
+def _load(compiled: Any, device: torch.device) -> None:
+    """Load a kernel, and let Triton compile what launches it."""
+    with torch.cuda.device(device):
+        kernel = compiled.result(True) if hasattr(compiled, "result") else compiled
+        getattr(kernel, "run", None)
 
 
 class KeptKernels:
