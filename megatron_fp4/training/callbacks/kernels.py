@@ -28,6 +28,7 @@ code for the GPU alone: Inductor's functions and what launches a kernel on the h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -142,7 +143,7 @@ class _NotingGPU(cuda.NvidiaGPU):
 def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -> None:
     """Compile the quantizers' kernels of these linears in threads. A collective, because ranks share maxima.
 
-    A kernel that is not compiled here, or fails here, is compiled when it is first launched.
+    A kernel that fails here, or is not known here, is compiled when it is first launched.
     """
     mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
     if mode is None:
@@ -167,8 +168,8 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
 
 
 def _load(compiled: Any, device: torch.device) -> None:
-    """Load a kernel, and let Triton compile what launches it."""
-    with torch.cuda.device(device):
+    """Load a kernel, and let Triton compile what launches it. An error comes again when it is launched."""
+    with torch.cuda.device(device), contextlib.suppress(Exception):
         kernel = compiled.result(True) if hasattr(compiled, "result") else compiled
         getattr(kernel, "run", None)
 
