@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
-from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, section_of
+from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, sections_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
@@ -270,7 +270,8 @@ class Attention(Mixer):
             tables = documents.rope_tables(self.head_dim, self.rope_base)
         elif self.rope_base is not None:
             tables = rope_tables(sequence_length, self.head_dim, self.rope_base, x_td.device)
-        q, k, v = self._split(self.qkv_proj.layout, sequence_length, self.head_dim, *tables, *parts_td)
+        sizes = self.num_local_groups, sequence_length, self.head_dim
+        q, k, v = self._split(self.qkv_proj.layout, *sizes, *tables, *parts_td)
         return self.out_proj(self._attend(q, k, v, documents).flatten(2).flatten(0, 1))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> KeysAndValues:
@@ -278,7 +279,8 @@ class Attention(Mixer):
 
     def decode(self, x_td: Tensor, cache: KeysAndValues, new: NewTokens) -> Tensor:
         tables = (None, None) if self.rope_base is None else new.rope_tables(self.head_dim, self.rope_base)
-        q, k, v = split_heads(self.qkv_proj.layout, new.length, self.head_dim, *tables, *self.qkv_proj(x_td))
+        sizes = self.num_local_groups, new.length, self.head_dim
+        q, k, v = split_heads(self.qkv_proj.layout, *sizes, *tables, *self.qkv_proj(x_td))
         y = attend_to_cache(q, *cache.add(k, v, new), new.positions)
         return self.out_proj(y.flatten(2).flatten(0, 1))
 
@@ -322,13 +324,18 @@ class Attention(Mixer):
 
 
 def split_heads(
-    layout: Layout, sequence_length: int, head_dim: int, cos: Tensor | None, sin: Tensor | None, *parts_td: Tensor
+    layout: Layout,
+    groups: int,
+    sequence_length: int,
+    head_dim: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *parts_td: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [b, s, h, d], k and v [b, s, g, d], contiguous, from the result of `qkv_proj`; rotated if RoPE's tables are
     given."""
-    groups = parts_td[0].shape[-1] // sum(rows for _, rows in layout[0])
-    parts = [part.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1)) for part in parts_td]
-    q, k, v = (section_of(parts, layout, name) for name in "qkv")
+    parts_bsf = [part.unflatten(0, (-1, sequence_length)) for part in parts_td]
+    q, k, v = sections_of(parts_bsf, layout, groups, *"qkv")
     q = q.unflatten(-1, (-1, head_dim)).flatten(2, 3)
     if cos is not None and sin is not None:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)

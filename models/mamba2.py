@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, section_of
+from megatron_fp4.parallel.layers import Layout, PackedLinear, RowParallelLinear, sections_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
@@ -217,11 +217,11 @@ def split_sections(
     In this order the scan needs no copies of its inputs. layout, parts_td: `in_proj`'s. One group already has this
     order, so all results are views, unless x, B and C are in several parts.
     """
-    parts = [part.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1)) for part in parts_td]
-    z, dt = section_of(parts, layout, "z"), section_of(parts, layout, "dt")
+    parts_bsf = [part.unflatten(0, (-1, sequence_length)) for part in parts_td]
     if groups == 1:
-        return z, section_of(parts, layout, *"xBC").flatten(2), dt.flatten(2), conv_weight_ck, conv_bias_c
-    x_b_c = [section_of(parts, layout, name) for name in "xBC"]
+        z, xbc, dt = sections_of(parts_bsf, layout, groups, "z", (*"xBC",), "dt")
+        return z, xbc.flatten(2), dt.flatten(2), conv_weight_ck, conv_bias_c
+    z, *x_b_c, dt = sections_of(parts_bsf, layout, groups, "z", *"xBC", "dt")
     widths = [section.shape[-1] for section in x_b_c]
     rows = conv_weight_ck.unflatten(0, (groups, -1)).split(widths, 1)
     biases = conv_bias_c.unflatten(0, (groups, -1)).split(widths, 1)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
-from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_fp4.parallel.layers import ColumnParallelLinear, Layout, PackedLinear, RowParallelLinear, sections_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
@@ -136,17 +136,17 @@ class GatedMLP(MLP):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         Mixer.__init__(self, config, mesh, execution)
-        self.tile = config.ffn_dim // _gate_up_groups(config)
+        self.num_local_groups = _gate_up_groups(config) // mesh.tensor.size
         self._swiglu = execution.recomputed(execution.pure(swiglu))
         gate_up, down = self.linears(config)
-        self.gate_up_proj = ColumnParallelLinear(gate_up.in_features, gate_up.out_features, mesh, gate_up.groups)
+        self.gate_up_proj = PackedLinear(gate_up.in_features, gate_up.sections, mesh, gate_up.groups)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        return self.down_proj(self._swiglu(self.gate_up_proj(x_td), self.tile))
+        return self.down_proj(self._swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td)))
 
     def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x_td), self.tile))
+        return self.down_proj(swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td)))
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -155,16 +155,15 @@ class GatedMLP(MLP):
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
-        rows = sum(_gate_up_rows(config).values())
         return (
-            input_projection("gate_up_proj", config, rows, _gate_up_groups(config)),
+            input_projection("gate_up_proj", config, _gate_up_rows(config), _gate_up_groups(config)),
             output_projection("down_proj", config, config.ffn_dim, "model.ffn_dim", "the FFN's down projection"),
         )
 
 
-def swiglu(x: Tensor, tile: int) -> Tensor:
-    """silu(gate) * up of x [tokens, groups * (tile of gate, tile of up)]: [tokens, groups * tile]."""
-    gate, up = x.unflatten(-1, (-1, 2, tile)).unbind(-2)
+def swiglu(layout: Layout, groups: int, *parts_td: Tensor) -> Tensor:
+    """silu(gate) * up [tokens, ffn] of the result of `gate_up_proj`."""
+    gate, up = sections_of(parts_td, layout, groups, "gate", "up")
     return (F.silu(gate) * up).flatten(-2)
 
 

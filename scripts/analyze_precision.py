@@ -10,6 +10,8 @@ megatron_fp4/measure/diagnostics.py). Weights are not updated, and only the plan
 run's configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one
 process. Under torchrun every data-parallel rank measures its own micro-batches.
 
+`--sections` ranks the sections of packed projections, such as the z rows of in_proj, each as a linear of its own.
+
 By default linears are ranked by the error of fprop, which finds those that cost a hybrid of 30M most (docs/research.md,
 "What removes half of it?"). `--gemm wgrad` ranks by the error of the weight gradient, which is largest in the last
 layers according to the paper (appendix E.2).
@@ -25,7 +27,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from data import provider as data
 from megatron_fp4.checkpoint.files import Manifest, checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
@@ -65,6 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--budget", type=float, default=0.15, help="share of linears to keep in BF16 (default 0.15)")
     parser.add_argument("--gemm", choices=GEMMS, default="fprop", help="rank by the error of this GEMM (default fprop)")
+    parser.add_argument("--sections", action="store_true", help="rank sections of packed projections by themselves")
     parser.add_argument("--micro-batches", type=int, default=4, help="to measure on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
     return parser.parse_intermixed_args(arguments)
@@ -77,7 +80,7 @@ def analyze(options: argparse.Namespace) -> int:
     check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_manifest(checkpoint)
-    config = analysis_config(checkpoint, manifest, options.overrides, options.trust_config)
+    config = analysis_config(checkpoint, manifest, options.overrides, options.trust_config, options.sections)
     shapes = [row.linear for row in plans_of(config, models)[0].rows]
     kept = number_in_bf16(len(shapes), options.budget)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,9 +107,11 @@ def analyze(options: argparse.Namespace) -> int:
     return 0
 
 
-def analysis_config(checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool) -> Config:
-    """The run's configuration with every linear quantized, and without a precision switch. Raises ConfigError if the
-    recipe quantizes nothing."""
+def analysis_config(
+    checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool, sections: bool
+) -> Config:
+    """The run's configuration with every linear quantized, and without a precision switch. sections: whether sections
+    are linears of their own. Raises ConfigError if the recipe quantizes nothing."""
     saved = read_trainer(checkpoint, manifest)["config"]
     config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
     if not recipe_from_config(config.precision).quantized:
@@ -114,7 +119,11 @@ def analysis_config(checkpoint: Path, manifest: Manifest, overrides: list[str], 
             f"the run of {checkpoint} quantizes nothing (precision={config.precision.name}), so there is nothing to "
             "measure; name a recipe, such as precision=nvfp4"
         )
-    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[])
+    recipe = RecipeConfig(**{field.name: getattr(config.precision, field.name) for field in fields(RecipeConfig)})
+    names = dict.fromkeys(name for shape in models.linear_shapes(config.model) for name, _ in shape.sections)
+    # With the run's own recipe: an exception is what makes its sections a linear.
+    parts = (ComposedException(sections=[name], precision=recipe.name, recipe=recipe) for name in names if sections)
+    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[*parts])
     return replace(config, precision=precision)
 
 

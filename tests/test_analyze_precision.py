@@ -12,6 +12,7 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from scripts import analyze_precision
 from scripts.analyze_precision import plan_file, rank_linears
+from tests.composing import composed, plans_of
 from tests.distributed.one_rank import flip_a_bit
 from tests.programs import error_line
 from tests.spiked_run import FAST, small_corpus
@@ -47,6 +48,16 @@ def test_the_command_writes_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path:
     assert [line.split()[0] for line in printed[1:7]] == list(errors)
     assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
     assert printed[7].startswith("fprop, dgrad, wgrad: relative error")
+
+
+def test_sections_are_ranked_and_a_run_reads_their_plan(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.yaml"
+    assert analyze(checkpoint, "--sections", "--budget", "0.5", "--output", str(output)) == 0
+    plan = yaml.safe_load(output.read_text())
+    assert len(plan["measured"]) == 3 + 5 + 4 and "blocks.2.mixer.in_proj[dt]" in plan["measured"]
+    config = composed(*SETTINGS, "precision.bf16_blocks.last=0", f"precision.bf16_blocks.file={output}")
+    in_bf16 = [row.linear for row in plans_of(config)[0].rows if not row.recipe.quantized]
+    assert sum(max(1, len(linear.sections)) for linear in in_bf16) == len(plan["bf16"]) == 6
 
 
 def test_another_recipe_and_budget(checkpoint: Path, tmp_path: Path) -> None:

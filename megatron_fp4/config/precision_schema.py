@@ -120,8 +120,8 @@ class ExceptionConfig:
     blocks: str = ""
     """letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds."""
     sections: list[str] = field(default_factory=list)
-    """only these sections of packed projections: z, x, B, C, dt of `in_proj`; q, k, v of `qkv_proj`. They become a
-    linear of their own, and so do the other sections. Empty: whole linears."""
+    """only these sections of packed projections: z, x, B, C, dt of `in_proj`; q, k, v of `qkv_proj`; gate, up of
+    `gate_up_proj`. They become a linear of their own, and so do the other sections. Empty: whole linears."""
     precision: str = "bf16"
     """the precision config with their recipe, a name under `configs/precision/`."""
     optional: bool = field(default=False, kw_only=True)

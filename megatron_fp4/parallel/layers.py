@@ -116,7 +116,7 @@ class PackedLinear(_ColumnParallel):
 
     @property
     def layout(self) -> Layout:
-        """What `forward` returns, for `section_of`."""
+        """What `forward` returns, for `sections_of`."""
         parts = [part.sharding.section for part in self.context.parts]
         sizes = dict(self.sections)
         return tuple(tuple((name, sizes[name]) for name in part.names) for part in parts if part) or (self.sections,)
@@ -130,17 +130,29 @@ class PackedLinear(_ColumnParallel):
         return (quantized_linear(x_td, self.weight, self.context),)
 
 
-def section_of(parts: Sequence[Tensor], layout: Layout, *names: str) -> Tensor:
-    """[..., groups, rows of the sections `names` in a group] from the parts [..., groups, rows of a group and padding];
-    a view if one part has them side by side."""
-    for part, sections in zip(parts, layout, strict=True):
-        known = [name for name, _ in sections]
-        at = known.index(names[0]) if names[0] in known else 0
-        if tuple(known[at : at + len(names)]) == names:
-            first = sum(rows for _, rows in sections[:at])
-            return part.narrow(-1, first, sum(rows for _, rows in sections[at : at + len(names)]))
-    assert len(names) > 1, f"no part has the section {names}"
-    return torch.cat([section_of(parts, layout, name) for name in names], -1)
+def sections_of(
+    parts: Sequence[Tensor], layout: Layout, groups: int, *names: str | tuple[str, ...]
+) -> tuple[Tensor, ...]:
+    """Sections [..., groups, rows in a group] of a packed result; several names: sections that follow each other.
+
+    parts, layout: of a `PackedLinear`, [..., features of `groups` groups with their padding]. Results are views, except
+    several sections that are not in one part.
+    """
+    grouped = [part.unflatten(-1, (groups, -1)) for part in parts]
+    found: dict[str, tuple[int, int, int]] = {}  # section: its part, its rows there from first to end
+    for number, sections in enumerate(layout):
+        end = 0
+        for name, rows in sections:
+            found[name] = number, end, (end := end + rows)
+
+    def one(wanted: tuple[str, ...]) -> Tensor:
+        places = [found[name] for name in wanted]
+        (part, first, _), (_, _, end) = places[0], places[-1]
+        if all(place[0] == part for place in places) and end - first == sum(place[2] - place[1] for place in places):
+            return grouped[part][..., first:end]
+        return torch.cat([grouped[part][..., first:end] for part, first, end in places], -1)
+
+    return tuple(one((name,) if isinstance(name, str) else name) for name in names)
 
 
 class RowParallelLinear(QuantizedLinear):

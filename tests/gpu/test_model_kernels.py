@@ -128,7 +128,7 @@ def test_compiled_functions() -> None:
         compare(ours, plain, tensors)
     q_k_v = (("q", 256), ("k", 64), ("v", 64))
     for layout in ((q_k_v,), (q_k_v[:1], q_k_v[1:])):
-        settings = layout, 48, 64, *tables
+        settings = layout, 2, 48, 64, *tables
         ours, plain = (lambda *t, f=f: f(*settings, *t) for f in (COMPILED.pure(split_heads), split_heads))  # noqa: B023
         compare(ours, plain, [randn(96, 2 * sum(rows for _, rows in sections)) for sections in layout])
     compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])
