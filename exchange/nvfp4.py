@@ -136,7 +136,7 @@ def refusal(trained: TrainedPlan) -> str | None:
                 "tensor scale, but the format has one for the weight"
             )
         if row.linear.whole is not None:
-            return f"{name} has a tensor scale of its own, but the format has one for all of {row.linear.whole.name}"
+            return f"{name} has a tensor scale of its own, but engines read one for all of {row.linear.whole.name}"
         if row.linear.in_features % _BLOCK:
             return f"{name} has {row.linear.in_features} input features, which is not a multiple of {_BLOCK}"
     return None
