@@ -278,7 +278,7 @@ def measure(
         synchronize()
         began = time.perf_counter()
         step_state.step = len(seconds)
-        loss = accumulate(model, batches, mesh, step_state, reshard=config.parallel.reshard, graphs=graphs)
+        loss = accumulate(model, batches, mesh, step_state, graphs=graphs)
         settings = config.optimizer
         parts, clip_norm = (optimizer, loss, mesh, step_state), settings.clip_norm
         result = update(*parts, lr=settings.lr, clip_norm=clip_norm, model=model)

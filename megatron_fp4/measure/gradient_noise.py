@@ -83,12 +83,10 @@ def gradient_noise(
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
     controller: PrecisionController,
-    *,
-    reshard: bool = False,
 ) -> GradientNoise:
     """Compute the gradient of the controller's step twice, without an update; see the top of this file. A collective.
 
-    model, micro_batches, mesh, reshard: as for `accumulate`, which the caller may call next: gradients are dropped,
+    model, micro_batches, mesh: as for `accumulate`, which the caller may call next: gradients are dropped,
     weights and recipes are as before, and quantized weights are dropped and made again, with the same codes.
     controller: of all linears; its StepState has the step. The model must not draw from torch's generators. All ranks
     have the same number of micro-batches.
@@ -100,7 +98,7 @@ def gradient_noise(
 
     def gradients() -> list[Tensor | None]:
         """The local part of each parameter's mean gradient over the global batch, as in a training step."""
-        accumulate(model, micro_batches, mesh, controller.step_state, reshard=reshard)
+        accumulate(model, micro_batches, mesh, controller.step_state)
         sum_replicated_gradients(parameters, mesh)
         found = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
         for parameter in parameters:

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_fp4.parallel.fsdp import shard
+from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
@@ -69,10 +68,14 @@ def apply_data_parallel(
     """
     if mesh.batch.size == 1:
         _set_rounding_at_first_forward(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
-    elif reshard or mesh.reduce_each:
-        shard(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
     else:
-        model._sharded_model = ShardedModel(model, mesh, fp32_units, compute_dtype)  # type: ignore[assignment]
+        sharded: ShardedModel | FsdpModel
+        if reshard or mesh.reduce_each:
+            sharded = FsdpModel(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
+        else:
+            sharded = ShardedModel(model, mesh, fp32_units, compute_dtype)
+        model._sharded_model = sharded  # type: ignore[assignment]
+        model.register_forward_pre_hook(_assert_gathered)
     model._gradient_tree = GradientTree(model, mesh) if mesh.reproducible else None  # type: ignore[assignment]
 
 
@@ -81,29 +84,35 @@ def gradient_tree(model: nn.Module) -> GradientTree | None:
     return getattr(model, "_gradient_tree", None)
 
 
-def sharded_model_of(model: nn.Module) -> ShardedModel | None:
-    """What gathers and reduces once a step; None: FSDP2 does it, or there is one data-parallel rank."""
+def sharded_model_of(model: nn.Module) -> ShardedModel | FsdpModel | None:
+    """What gathers the parameters of `model` and reduces gradients; None: there is one data-parallel rank."""
     return getattr(model, "_sharded_model", None)
 
 
 @contextmanager
-def gathered_parameters(model: nn.Module, weights_version: int | None = None) -> Iterator[ShardedModel | None]:
+def gathered_parameters(
+    model: nn.Module, weights_version: int | None = None
+) -> Iterator[ShardedModel | FsdpModel | None]:
     """Inside, `model` can run. Afterwards its parameters are the shards, also after an error. A collective.
 
     weights_version: of the shards; if `gather_ahead` gathered these, they are not gathered again. Yields
-    `sharded_model_of(model)`, which has to `reduce` the gradients.
+    `sharded_model_of(model)`.
     """
     sharded = sharded_model_of(model)
     try:
         if sharded is not None:
             sharded.gather(weights_version)
+            sharded.gathered = True
         yield sharded
     finally:
         if sharded is not None:
             sharded.release()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # without a backward pass, FSDP2 keeps the parameters gathered
-                module.reshard()
+            sharded.gathered = False
+
+
+def _assert_gathered(model: nn.Module, *_: Any) -> None:
+    sharded = sharded_model_of(model)
+    assert sharded is not None and sharded.gathered, "a sharded model runs only inside `gathered_parameters`"
 
 
 class ShardedParameter:
@@ -225,8 +234,7 @@ class ShardedModel:
             for module in model.modules()
             for name in [name for name, parameter in module._parameters.items() if parameter is not None]
         ]
-        model.register_forward_pre_hook(lambda *_: self._assert_gathered())
-        self._gathered = False
+        self.gathered = False
         self._codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
         self._reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
@@ -257,7 +265,6 @@ class ShardedModel:
             self.gather_ahead()
         for parameter in self.parameters:
             parameter.show(parameter.gathered)
-        self._gathered = True
 
     @torch.no_grad()
     def gather_ahead(self) -> None:
@@ -273,12 +280,8 @@ class ShardedModel:
             out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
             torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
 
-    def _assert_gathered(self) -> None:
-        assert self._gathered, "a model runs only inside `gathered_parameters`"
-
     def release(self) -> None:
         """Give the modules the shards. The buffers stay."""
-        self._gathered = False
         for parameter in self.parameters:
             parameter.show(parameter.shard)
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 NAMES = {
     ("_fully_shard.py", "FSDPModule"): ["_get_fsdp_state"],
-    ("_fsdp_state.py", "FSDPState"): ["_fsdp_param_group", "_lazy_init", "_state_ctx", "_comm_ctx"],
-    ("_fsdp_state.py", "FSDPStateContext"): ["is_last_backward"],
+    ("_fsdp_state.py", "FSDPState"): ["_fsdp_param_group", "_lazy_init", "_comm_ctx"],
     ("_fsdp_param_group.py", "FSDPCommContext"): ["reduce_scatter_stream", "all_reduce_stream"],
     ("_fsdp_param_group.py", "FSDPParamGroup"): ["fsdp_params", "post_backward", "reduce_grads"],
     ("_fsdp_param.py", "ParamModuleInfo"): ["module"],
@@ -91,11 +90,6 @@ def parameters_of(unit: FSDPModule) -> list[ShardedParameter]:
 def initialize_lazily(unit: FSDPModule) -> None:
     """Do FSDP2's setup of the first forward pass now, if it is not done yet."""
     unit._get_fsdp_state()._lazy_init()
-
-
-def is_last_backward(model: FSDPModule) -> bool:
-    """The value last given to `set_is_last_backward`."""
-    return model._get_fsdp_state()._state_ctx.is_last_backward
 
 
 def reduction_streams(model: FSDPModule) -> Sequence[torch.cuda.Stream]:

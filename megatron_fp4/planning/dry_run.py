@@ -191,8 +191,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
-                step_state.step, reshard = number, config.parallel.reshard
-                loss = accumulate(model, _micro_batches(config, count), mesh, step_state, reshard=reshard)
+                step_state.step = number
+                loss = accumulate(model, _micro_batches(config, count), mesh, step_state)
                 lr, clip_norm = config.optimizer.lr, config.optimizer.clip_norm
                 update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm)
 

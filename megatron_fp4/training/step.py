@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp4.parallel import fsdp
-from megatron_fp4.parallel.data_parallel import gathered_parameters, gradient_tree, sharded_model_of
+from megatron_fp4.parallel.data_parallel import ShardedModel, gathered_parameters, gradient_tree, sharded_model_of
+from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
 from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size
@@ -98,7 +98,6 @@ def accumulate(
     step_state: StepState,
     *,
     global_batch: GlobalBatch | None = None,
-    reshard: bool = False,
     progress: Progress | None = None,
     graphs: MicroBatchGraphs | None = None,
 ) -> Tensor:
@@ -110,9 +109,8 @@ def accumulate(
     after the last micro-batch or, with `mesh.reduce_each`, after each one.
 
     model: called with `inputs_of` of a micro-batch; returns its mean loss (0-dim FP32). micro_batches: this rank's, of
-    the same number and size on all ranks. step_state: the caller sets its step. reshard: also free gathered parameters
-    between micro-batches. progress: learns which micro-batch runs. graphs: of `model`, replayed if possible; None: all
-    micro-batches run eagerly.
+    the same number and size on all ranks. step_state: the caller sets its step. progress: learns which
+    micro-batch runs. graphs: of `model`, replayed if possible; None: all micro-batches run eagerly.
     """
     assert micro_batches
     global_batch, progress = global_batch or global_batch_of(micro_batches, mesh), progress or Progress()
@@ -125,7 +123,8 @@ def accumulate(
     with replaying as replays, gathered_parameters(model, step_state.weights_version) as sharded:
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
-            fsdp.prepare(model, mesh, position == 1, position == num_own, reshard)
+            if isinstance(sharded, FsdpModel):
+                sharded.prepare(position == 1, position == num_own)
             replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
             loss = _computed(model, micro_batch, global_batch, mesh, step_state) if replayed is None else replayed
             losses[micro_batch.index % len(losses)].add_(loss)
@@ -133,7 +132,7 @@ def accumulate(
                 tree.keep(copied=replayed is not None)
         if tree is not None:
             tree.finish()
-        if sharded is not None:
+        if isinstance(sharded, ShardedModel):
             sharded.reduce()
     if global_batch.num_targets is None:
         losses /= num_global
@@ -235,7 +234,7 @@ def update(
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
     sharded = sharded_model_of(model) if on_device and model is not None else None
-    if sharded is not None:
+    if isinstance(sharded, ShardedModel):
         sharded.gather_ahead()
     if arrived is not None:
         arrived.synchronize()
@@ -252,7 +251,7 @@ def update(
         optimizer.step()
     if not skipped:
         step_state.weights_version += 1
-    if sharded is not None:
+    if isinstance(sharded, ShardedModel):
         sharded.ahead = step_state.weights_version
     optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)

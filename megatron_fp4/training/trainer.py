@@ -262,8 +262,7 @@ class Trainer:
             with ExitStack() as around:
                 for callback in self.callbacks:
                     around.enter_context(callback.around_step(step))
-                reshard, graphs = config.parallel.reshard, self.graphs
-                loss = accumulate(self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=graphs)
+                loss = accumulate(self.model, batch, mesh, state, progress=progress, graphs=self.graphs)
                 # This rank's requests to all ranks, read as late as possible.
                 requests = (stops.stop, stops.save, self.checkpointer.failed) if stops is not None else ()
                 step.result = update(

@@ -167,7 +167,7 @@ def train(
     for step in range(steps):
         own_batches = batches(step, mesh, layout.num_micro_batches)
         with watched_gemms(keep_codes):
-            done = train_step(model, optimizer, own_batches, mesh, step_state, step=step, reshard=layout.reshard)
+            done = train_step(model, optimizer, own_batches, mesh, step_state, step=step)
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}

@@ -92,7 +92,7 @@ def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Outcome:
             if step == EVALUATED_STEP:
                 outcome.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, step_state)["held out"])
             with Probe(once=True).attached(contexts if step == PROBED_STEP else {}):
-                done = train_step(model, optimizer, batches, mesh, step_state, step=step, reshard=layout.reshard)
+                done = train_step(model, optimizer, batches, mesh, step_state, step=step)
             outcome.losses.append(done.loss)
             outcome.gathers.append(count / len(contexts))
     outcome.weights = [whole(parameter) for parameter in model.parameters()]

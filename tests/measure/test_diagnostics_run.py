@@ -35,7 +35,7 @@ class Run:
     """A small model and the state of its training."""
 
     def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False) -> None:
-        self.mesh, self.reshard, self.step_state = mesh, reshard, StepState(seed=7)
+        self.mesh, self.step_state = mesh, StepState(seed=7)
         parts = mesh, recipe, self.step_state, CONFIG, torch.bfloat16, reshard
         self.model, self.controller = controlled_model(*parts)
         self.linears = self.controller.linears
@@ -46,12 +46,12 @@ class Run:
 
     def step(self, step: int) -> tuple[float, float]:
         parts = self.model, self.optimizer, self.batches(step), self.mesh, self.step_state
-        result = train_step(*parts, step=step, reshard=self.reshard)
+        result = train_step(*parts, step=step)
         return result.loss, result.grad_norm
 
     def noise(self, step: int) -> Any:
         self.step_state.step = step
-        return gradient_noise(self.model, self.batches(step), self.mesh, self.controller, reshard=self.reshard)
+        return gradient_noise(self.model, self.batches(step), self.mesh, self.controller)
 
     def weights(self) -> list[Tensor]:
         return [whole(parameter) for parameter in self.model.parameters()]

@@ -96,7 +96,7 @@ def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) ->
     """Gradients of two micro-batches per rank."""
     state, execution = StepState(seed=3), Execution(recompute=recompute)
     model, _ = controlled_model(mesh, RECIPES[recipe], state, CONFIG, torch.bfloat16, reshard, execution)
-    accumulate(model, micro_batches(0, mesh, 2 * mesh.batch.size), mesh, state, reshard=reshard)
+    accumulate(model, micro_batches(0, mesh, 2 * mesh.batch.size), mesh, state)
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 

@@ -11,14 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.fsdp import shard
 from models.hybrid import build_model
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count, training_flops_per_token
 from tests.composing import composed
 from tests.models.builders import build, local, small_config, tokens_and_targets
+from tests.training.harness import shard_by_fsdp
 
 
-@pytest.mark.parametrize(("apply", "reshard"), [(apply_data_parallel, False), (shard, False), (shard, True)])
+@pytest.mark.parametrize(
+    ("apply", "reshard"), [(apply_data_parallel, False), (shard_by_fsdp, False), (shard_by_fsdp, True)]
+)
 def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard):
     """The forward pass uses BF16 copies (FSDP2 gathers them). Gradients must not be rounded to BF16, nor A_log, D and
     dt_bias, which stay in FP32. All other weights are exact in BF16.

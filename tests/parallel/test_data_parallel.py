@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.fsdp import shard
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
@@ -22,7 +21,7 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, launch, train_step
+from tests.training.harness import ToyBatch, launch, shard_by_fsdp, train_step
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
 
@@ -51,14 +50,14 @@ def train(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tupl
     step_state = StepState(seed=3)
     model = build(mesh, apply, reshard, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s, reshard=reshard) for s in range(3)]
+    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s) for s in range(3)]
     return [(result.loss, result.grad_norm) for result in results], model
 
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh, reshard: bool) -> None:
     actual, model = train(mesh, apply_data_parallel, reshard)
-    expected, sharded = train(mesh, shard, reshard)
+    expected, sharded = train(mesh, shard_by_fsdp, reshard)
     assert actual == expected
     assert any(isinstance(module, FSDPModule) for module in sharded.modules())
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
@@ -88,7 +87,7 @@ def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[
     """Six steps of gathering and reducing once, then by FSDP2: with a probe, an evaluation, a step in BF16, and a
     frozen parameter. Returns losses and norms, and placements and rows of weights and moments, of both."""
     outcomes = []
-    for apply in (apply_data_parallel, shard):
+    for apply in (apply_data_parallel, shard_by_fsdp):
         mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
         model = build(mesh, apply, False, step_state)
         if apply is apply_data_parallel:  # gloo's order of sums depends on the message

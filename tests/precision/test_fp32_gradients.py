@@ -1,13 +1,15 @@
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.fsdp import shard
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
 from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
+from tests.training.harness import shard_by_fsdp
 
 
 class Keeper(nn.Module):
@@ -28,7 +30,8 @@ def test_the_gradient_equals_that_of_from_local() -> None:
         for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):
             keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
             if fsdp:
-                shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
+                settings: Any = {"units": [], "fp32_units": [], "compute_dtype": torch.bfloat16, "reshard": False}
+                shard_by_fsdp(keeper, mesh, **settings)
             keeper(torch.zeros(()))
             parameter = keeper.seen
             assert isinstance(parameter, DTensor)

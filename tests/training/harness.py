@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.precision.rng import StepState
@@ -181,6 +182,11 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
 
 
+def shard_by_fsdp(model: nn.Module, mesh: ParallelMesh, **settings: Any) -> None:
+    """`apply_data_parallel` with FSDP2, also for one rank and without resharding."""
+    model._sharded_model = FsdpModel(model, mesh, **settings)  # type: ignore[assignment]
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -189,7 +195,6 @@ def train_step(
     step_state: StepState,
     *,
     step: int,
-    reshard: bool = False,
     graphs: MicroBatchGraphs | None = None,
     lr: float = 1e-3,
     clip_norm: float = 1.0,
@@ -197,7 +202,7 @@ def train_step(
 ) -> StepResult:
     """One step as in the Trainer, without callbacks."""
     step_state.step = step
-    loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, graphs=graphs)
+    loss = accumulate(model, micro_batches, mesh, step_state, graphs=graphs)
     return update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm, **settings)
 
 

@@ -60,8 +60,7 @@ class Switch(Callback):
     def _measure(self, step: Step) -> GradientNoise:
         trainer = self.trainer
         trainer.make_room()
-        reshard = trainer.config.parallel.reshard
-        noise = gradient_noise(trainer.model, step.batch, trainer.mesh, trainer.precision, reshard=reshard)
+        noise = gradient_noise(trainer.model, step.batch, trainer.mesh, trainer.precision)
         record, threshold = noise.as_record(), trainer.config.precision.switch.threshold
         curves = {f"gradient_noise/{name}": record[name] for name in ("ratio", "gradient_norm", "noise_norm")}
         trainer.log.metrics.record(step.done, "gradient_noise", record, curves)
