@@ -126,9 +126,9 @@ def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:
     mesh = layout.mesh()
     model = sharded_model(layout, mesh, RECIPES["fp32"], StepState(seed=0))
     requests = [Request(prompt) for prompt in PROMPTS]
-    generated = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
     cache = model.new_cache(3, 40)
-    with torch.no_grad():
+    with torch.no_grad(), gathered_parameters(model):
+        generated = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
         tokens = torch.tensor([prompt + [0] * (40 - len(prompt)) for prompt in PROMPTS])
         logits = model(tokens, cache=cache, counts=[len(prompt) for prompt in PROMPTS])
     return generated, logits_of_all_ids(logits, mesh)

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.data_parallel import apply_data_parallel, gathered_parameters
 from models.hybrid import build_model
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count, training_flops_per_token
 from tests.composing import composed
@@ -35,9 +35,10 @@ def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard
     sharded.load_state_dict(copy.deepcopy(plain.state_dict()))
     blocks, own, dtype = list(sharded.blocks), sharded.fp32_units(), torch.bfloat16
     apply(sharded, mesh, units=blocks, fp32_units=own, compute_dtype=dtype, reshard=reshard)
-    losses = [model(*tokens_and_targets(config)) for model in (plain, sharded)]
-    for loss in losses:
-        loss.backward()
+    with gathered_parameters(sharded):
+        losses = [model(*tokens_and_targets(config)) for model in (plain, sharded)]
+        for loss in losses:
+            loss.backward()
     assert losses[0].item() == losses[1].item()
     for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         assert a.grad.dtype == b.grad.dtype == torch.float32 and local(a.grad).abs().sum() > 0
