@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
+from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import E4M3_MAX, GOLDEN, WHOLE, Place, RoundingKey, Span
 from megatron_fp4.quantization.square_blocks import aligned, unpack_by_kernel
 from megatron_fp4.quantization.tensor import all_reduce_maxima, tensor_decode_scale
@@ -140,6 +141,7 @@ class FusedFP4(Fused):
     measures amax, of each segment if there are segments, and hashes positions for stochastic rounding."""
 
     in_segments = True
+    _scale_max = E4M3_MAX
 
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         x = aligned(x)
@@ -175,7 +177,7 @@ class FusedFP4(Fused):
         if self._has_tensor_scale:
             all_reduce_maxima(self._amax, place.amax_groups)
             if segments is not None:
-                scales = tensor_decode_scale(self._amax[:-1].t().contiguous().view(torch.float32), E4M3_MAX)
+                scales = tensor_decode_scale(self._amax[:-1].t().contiguous().view(torch.float32), self._scale_max)
                 self.scales = {"columns": scales[0], "rows": scales[int(hadamard)]}
 
     @staticmethod
@@ -310,7 +312,7 @@ class FusedFP4(Fused):
 class FusedFourOverSix(FusedFP4):
     """Four over six along the columns. The kernel writes only codes; values are unpacked from them."""
 
-    in_segments = False
+    _scale_max = FOUR_OVER_SIX_SCALE_MAX
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
@@ -319,15 +321,25 @@ class FusedFourOverSix(FusedFP4):
         return plain and side.four_over_six != "" and along == "columns"
 
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
-        rows, columns = self.x.shape
+        rows, columns = self._shape
         layouts = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
         codes, scales = new_pair(*layouts, self.x.device)
-        pairs, blocks = self.x.to(torch.bfloat16).view(torch.int32), self.x.numel() // 16
+        pairs, segmented, blocks = (
+            self.x.to(torch.bfloat16).view(torch.int32),
+            self._segments is not None,
+            columns // 16,
+        )
+        blocks, programs = (blocks, rows) if segmented else (rows * blocks, 1)
+        tensors = codes.view(torch.int64), scales, self._amax.view(torch.float32), self.scales["columns"]
         launch(
             _FOUR_OVER_SIX,
-            (-(-blocks // _FOUR_OVER_SIX_BLOCKS),),
-            (pairs, codes.view(torch.int64), scales, self._amax.view(torch.float32), self.scales["columns"], blocks),
-            {"SQUARED": side.four_over_six == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
+            (-(-blocks // _FOUR_OVER_SIX_BLOCKS) * programs,),
+            (pairs, *tensors, blocks, *self._rows),
+            {
+                "SEGMENTED": segmented,
+                "SQUARED": side.four_over_six == "squared",
+                "BLOCKS": _FOUR_OVER_SIX_BLOCKS,
+            },
         )
         packed = PackedRows(codes, scales)
         return packed if keep else packed.values()

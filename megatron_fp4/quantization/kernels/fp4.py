@@ -412,8 +412,11 @@ def four_over_six_kernel(
     codes_ptr,  # out: int64 [blocks], 16 nibbles, the first element in the lowest one
     scales_ptr,  # out: uint8 [blocks]
     amax_ptr,  # FP32 [1]
-    decode_ptr,  # out: FP32 [1], amax / 1536
-    num_blocks,
+    decode_ptr,  # out: FP32 [1], amax / 1536; not with SEGMENTED
+    num_blocks,  # with SEGMENTED those of a row
+    source_ptr,  # as in measure_kernel
+    segment_ptr,
+    SEGMENTED: tl.constexpr,
     SQUARED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -423,14 +426,25 @@ def four_over_six_kernel(
     Neighbouring lanes have neighbouring blocks, of 32 bytes, which share cache lines. The codes of a block are one
     64-bit store. Each block is quantized with both scales; the scale with the smaller error is kept.
     """
-    block = as_long(tl.program_id(0)) * BLOCKS + tl.arange(0, BLOCKS)
-    block = tl.minimum(block, num_blocks - 1)
+    if SEGMENTED:  # the blocks of a program are of one row
+        across = tl.cdiv(num_blocks, BLOCKS)
+        row = as_long(tl.program_id(0) // across)
+        of_row = tl.minimum((tl.program_id(0) % across) * BLOCKS + tl.arange(0, BLOCKS), num_blocks - 1)
+        block = row * num_blocks + of_row
+        source = tl.load(source_ptr + row)
+        x_ptr += (source * num_blocks + of_row) * 8
+        amax_ptr += 2 * tl.load(segment_ptr + row)
+    else:
+        block = as_long(tl.program_id(0)) * BLOCKS + tl.arange(0, BLOCKS)
+        block = tl.minimum(block, num_blocks - 1)
+        x_ptr += block * 8
     amax = tl.load(amax_ptr)
     tensor_scale = nan_min(tl.div_rn(1536.0, amax), 3.4028234663852886e38)
     tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
     inverse = tl.div_rn(1.0, tensor_scale)
-    if tl.program_id(0) == 0:
-        tl.store(decode_ptr, tl.div_rn(amax, 1536.0))
+    if not SEGMENTED:
+        if tl.program_id(0) == 0:
+            tl.store(decode_ptr, tl.div_rn(amax, 1536.0))
     exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -438,7 +452,7 @@ def four_over_six_kernel(
     values = ()
     largest = tl.zeros([BLOCKS], tl.float32)
     for column_pair in tl.static_range(8):
-        pair = tl.load(x_ptr + (block * 8 + column_pair))
+        pair = tl.load(x_ptr + column_pair, source >= 0, 0) if SEGMENTED else tl.load(x_ptr + column_pair)
         values += (even_of(pair), odd_of(pair))
         largest = nan_max(largest, nan_max(tl.abs(values[2 * column_pair]), tl.abs(values[2 * column_pair + 1])))
     base = tl.div_rn(largest, 6.0) * tensor_scale
