@@ -197,6 +197,22 @@ ON_GPUS = [
     ([TE, "precision.wgrad.gradient.block=16x16"], 1, "precision.wgrad.gradient.block=16x16"),
     ([TE, "model.hidden_dim=272"], 1, "multiple of 32"),
     ([TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"], 1, "exceptions[0].precision=mxfp4:"),
+    (
+        ["model=moe_tiny", TE],
+        1,
+        "backend=transformer_engine does not go with blocks.1.mixer.experts_up: its",
+        "emulated",
+    ),
+    (
+        [
+            "model=moe_tiny",
+            "precision=fp8_block",
+            "model.moe_ffn_dim=192",
+            "precision.bf16_blocks.names=[*.experts_down]",
+        ],
+        1,
+        "192 output features of",
+    ),
     (["precision.sums=blackwell", TE], 1, "backend=transformer_engine adds in the order of its", "emulated"),
     (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16", "precision=nvfp4"),
 ]

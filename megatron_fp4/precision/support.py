@@ -251,6 +251,11 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
                 f"parallel.tensor={tensor} x {multiple // tensor} = {multiple}, as {row.key}.dgrad.rht="
                 f"{row.recipe.dgrad.rht} requires; use one, fewer ranks, or a smaller transform"
             )
+        if linear.experts > 1 and backend not in ("auto", "emulated"):
+            raise ConfigError(
+                f"precision.backend={backend} does not go with {linear.name}: its GEMM for experts was not run; use "
+                "precision.backend=emulated"
+            )
         if linear.experts > 1 and linear.out_features % (outputs := block_alignment(row.recipe).outputs):
             raise ConfigError(
                 f"{linear.out_features} output features of {linear.title} are not a multiple of {outputs}, as experts "
