@@ -80,7 +80,8 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     if not chosen.startswith("nvfp4"):
         return None
     dtype, tensor, (before, after) = getattr(torch, config.precision.compute_dtype), config.parallel.tensor, plans
-    if problem := refusal(TrainedPlan(before, dtype, tensor)):
+    layout = chosen.removeprefix("nvfp4-") if "-" in chosen else "modelopt"
+    if problem := refusal(TrainedPlan(before, dtype, tensor), layout):
         raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
     last = WSDSchedule.of(config).switch_step(config.precision.switch.when)
     if after is None or TrainedPlan(after, dtype).nvfp4_linears() or last is None or last >= steps:

@@ -81,11 +81,13 @@ class TrainedPlan:
         return {name: form for name, form in formats.items() if form not in ("nvfp4", "bf16")}
 
 
-def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now") -> TrainedPlan:
+def trained_plan(
+    checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now", layout: str = "modelopt"
+) -> TrainedPlan:
     """The plan with which to quantize the weights of a checkpoint.
 
     plans: of its configuration, before and after the precision switch. which: `now` for the plan in effect, `before`
-    for the plan before the switch.
+    for the plan before the switch. layout: the name of the one to write.
     Raises ValueError, in one line with the remedy, if the weights cannot be exported as trained, or if the plan differs
     from the one saved with the checkpoint (because a plan file has changed).
     """
@@ -114,18 +116,20 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
             "no NVFP4 weights; give an earlier checkpoint, --format hf, or --plan before (the plan before the switch, "
             "which the last steps did not use)"
         )
-    if problem := refusal(chosen):
+    if problem := refusal(chosen, layout):
         raise ValueError(f"{problem}; export BF16 weights (--format hf)")
     return chosen
 
 
-def refusal(trained: TrainedPlan) -> str | None:
-    """Why the weights cannot be exported as training multiplied with them; None if they can."""
+def refusal(trained: TrainedPlan, layout: str = "modelopt") -> str | None:
+    """Why the weights cannot be exported as training multiplied with them; None if they can. layout: its name."""
     if not trained.nvfp4_linears():
         formats = sorted(set(trained.other_formats().values())) or ["bf16"]
         return f"no linear was trained with NVFP4 weights (they are in {' and '.join(formats)})"
     for name, row in trained.nvfp4_linears().items():
         recipe = row.recipe
+        if row.linear.experts > 1 and layout != "modelopt":
+            return f"{name}: engines read experts in NVFP4 only in ModelOpt's layout (nvfp4), not in {layout}'s"
         if recipe[FPROP_WEIGHT].rounding == "stochastic":
             return f"{name}: {row.key}.fprop.weight.rounding=stochastic gives other codes in every step"
         if recipe.fprop.rht:

@@ -128,12 +128,13 @@ def export_hf_command(options: argparse.Namespace) -> int:
     check_output(options.output, checkpoint.folder)
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
     if options.format != "hf":
-        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
+        layout, plans = FORMATS[options.format], plans_of(checkpoint.config, models)
+        trained = trained_plan(checkpoint, plans, options.plan or "now", layout.name)
         inputs = None
         if options.calibrate is not None:  # opens the data of the checkpoint's run
             config = config_from_saved(checkpoint.trainer["config"], [], CONFIGS, trusted=options.trust_config)
             inputs = largest_inputs(checkpoint, trained, config, options.calibrate)
-        nvfp4 = NVFP4Weights(FORMATS[options.format], trained, inputs)
+        nvfp4 = NVFP4Weights(layout, trained, inputs)
         for form in sorted({*trained.other_formats().values()}):
             count = [*trained.other_formats().values()].count(form)
             print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
@@ -187,7 +188,7 @@ def import_hf_command(options: argparse.Namespace) -> int:
 
         torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
 
-    The folder must be a `nemotron_h` (with `-`, `M` and `*` blocks) or an `arcee`, in safetensors. Weights are
+    The folder must be a `nemotron_h` (with `-`, `M`, `*` and `E` blocks) or an `arcee`, in safetensors. Weights are
     converted to FP32 masters exactly, and the tokenizer's files are saved in the checkpoint. The model's settings are
     printed and written to CHECKPOINT.yaml, which can be used as a file of configs/model.
     """

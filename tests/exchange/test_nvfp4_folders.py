@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,11 @@ TRANSFORMER = [
     *test_nvfp4.TRANSFORMER, "model.pattern='*-*-'", "model.vocab_size=300", "model.hidden_dim=48",
     "model.nvfp4_bf16_blocks.last=1",
 ]  # fmt: skip
+EXPERTS = [
+    *test_nvfp4.HYBRID, "model.pattern='ME*E'", "model.vocab_size=300", "model.num_query_heads=8",
+    "model.moe_num_experts=4", "model.moe_ffn_dim=48", "model.moe_shared_ffn_dim=32", "model.moe_latent_dim=16",
+    "model.moe_scaling=2.5", "model.nvfp4_bf16_blocks.last=1",
+]  # fmt: skip
 RUN = [
     "train.global_batch_size=2", "train.micro_batch_size=1", "train.sequence_length=32", "train.steps=2",
     "validation.interval=0", "checkpoint.interval=1", "checkpoint.asynchronous=false", "run.device=cpu",
@@ -49,6 +55,7 @@ RUN = [
 RUNS: dict[str, tuple[list[str], int]] = {
     "hybrid": ([*HYBRID, "precision=nvfp4", "precision.switch.when=1", "parallel.tensor=2"], 2),
     "transformer": ([*TRANSFORMER, "precision=nvfp4", "precision.fprop.weight.four_over_six=true"], 1),
+    "experts": ([*EXPERTS, "precision=nvfp4_nemotron_3", "precision.switch.when=never"], 1),
 }
 
 
@@ -118,17 +125,38 @@ def test_a_checkpoint_of_two_ranks_is_read_as_one(checkpoints: dict[str, Path]) 
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("hybrid", "nvfp4"), ("transformer", "nvfp4"), ("hybrid", "nvfp4-compressed-tensors")]
+    ("name", "form"), [*((name, "nvfp4") for name in RUNS), ("hybrid", "nvfp4-compressed-tensors")]
 )
 def test_a_folder_has_the_weights_that_training_used(name, form, checkpoints, exported, capsys):
     code, table = compared(capsys, exported(name, form), checkpoints[name])
     assert code == 0 and table.count(" equal\n") == 6, table
     checkpoint, layout = open_checkpoint(checkpoints[name], CONFIGS), FORMATS[form]
     trained, stored = trained_plan(checkpoint, plans_of(checkpoint.config)), weights(exported(name, form))
-    assert len(trained.nvfp4_linears()) == len(trained.plan.rows) - 2  # those of the last block
+    if name != "experts":
+        assert len(trained.nvfp4_linears()) == len(trained.plan.rows) - 2  # those of the last block
     scales = [tensor for key, tensor in stored.items() if key.endswith(f".{layout.weight_scale}")]
     assert len(scales) > len(trained.nvfp4_linears())
     assert {scale.shape for scale in scales} == {(1,) if layout.inverse else ()}
+
+
+def test_experts_have_scales_of_their_own_and_an_import_decodes_them(checkpoints, exported, tmp_path, capsys):
+    """Also the router, which stays FP32. compressed-tensors has no layout for experts without gates."""
+    folder, source = exported("experts", "nvfp4", "--calibrate", "1"), open_checkpoint(checkpoints["experts"], CONFIGS)
+    found = [key for key in weights(folder) if re.fullmatch(r"backbone.layers.1.mixer.experts.\d.up_proj.*", key)]
+    assert len(found) == 4 * len(("weight", "weight_scale", "weight_scale_2", "input_scale"))
+    ignored = config_of(folder)["quantization_config"]["ignore"]
+    assert {"backbone.layers.3.mixer.experts", "backbone.layers.1.mixer.gate"} <= {*ignored}
+    assert not any("layers.1.mixer.experts" in module for module in ignored)
+    assert convert.main(["import-hf", str(folder), str(tmp_path / "back")]) == 0
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    assert all(torch.equal(back.tensor(name), source.tensor(name)) for name in source.tensors if "router" in name)
+    row = trained_plan(source, plans_of(source.config)).nvfp4_linears()["blocks.1.mixer.experts_up"]
+    master, decoded = (of.tensor("blocks.1.mixer.experts_up.weight") for of in (source, back))
+    for expert in range(4):
+        values, scale = multiplied_weight(master[expert], row, torch.bfloat16)
+        assert torch.allclose(decoded[expert], values * scale, rtol=2e-7, atol=0)
+    arguments = ("--trust-config", checkpoints["experts"], tmp_path / "no", "--format", "nvfp4-compressed-tensors")
+    assert "experts in NVFP4 only in ModelOpt's layout (nvfp4)" in refusal(capsys, "export-hf", *arguments)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -248,7 +276,7 @@ def largest_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
     return {name: torch.stack(values).max() for name, values in found.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["hybrid", "transformer"])
 def test_compressed_tensors_and_transformers_read_the_codes(name, checkpoints, exported):
     """The package unpacks our codes and packs them to the same bytes. Decompressed, the folder has the logits of our
     model with the same weights."""
