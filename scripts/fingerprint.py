@@ -72,6 +72,12 @@ CASES: dict[str, tuple[int, str]] = {
     "selective recomputation": (1, "train.activation_checkpointing=selective"),
     "block recomputation": (1, "train.activation_checkpointing=block"),
     "transformer": (1, "model=transformer_60m model.pattern=*-*- model.hidden_dim=128 model.ffn_dim=256"),
+    "experts": (
+        2,
+        "precision=nvfp4_nemotron_3 model.pattern=ME*E model.moe_ffn_dim=64 model.moe_shared_ffn_dim=64 "
+        "model.moe_latent_dim=64 model.moe_num_groups=4 model.moe_top_groups=2 train.activation_checkpointing=block "
+        "precision.diagnostics.interval=2 precision.recheck_interval=2 run.replay_interval=2",
+    ),
     "gated FFNs, other formats": (
         2,
         "parallel.tensor=2 model.pattern=*G*G model.rope=true precision.wgrad.gradient.format=e2m1_e4m3_row "

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from data.tokenizer import train_tokenizer
-from exchange.architectures import architecture_of, to_hf
+from exchange.architectures import architecture_of, sections_of, to_hf
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.hf_export import export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.tokenizer import tokenizer_of
 from inference.generation import Request, Settings, generate
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
+from models.published import from_published
 from pretrain import CONFIGS
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
-from tests.models.builders import small_config, tokens_and_targets
+from tests.models.builders import local, relative_error, small_config, tokens_and_targets
 
 FP32 = torch.float32
 TEXTS = ["def function(argument): return argument\n" * 20, "some prose, and more"]
@@ -46,6 +49,24 @@ def logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> 
         return model(tokens).logits
 
 
+def assert_same_gradients(model: HybridModel, theirs: Any, config: ModelConfig, tokens: Tensor) -> None:
+    """Gradients of all parameters, for the same gradient of the logits. In memory, experts are 3-D in transformers."""
+    for computed in (model(tokens), theirs(tokens).logits):
+        (computed.sin().sum() / computed.numel()).backward()
+    published = dict[str, Tensor]()
+    for key, parameter in theirs.named_parameters():
+        on_disk = key.replace("model.", "backbone.", 1) if architecture_of(config) == "nemotron_h" else key
+        block, experts, projection = on_disk.partition(".experts.")
+        if experts:
+            for number, gradient in enumerate(parameter.grad):
+                published[f"{block}.experts.{number}.{projection}.weight"] = gradient
+        else:
+            published[on_disk] = parameter.grad
+    sections = sections_of(config)
+    for name, parameter in model.named_parameters():
+        assert relative_error(local(parameter.grad), from_published(sections[name], published)) < 2e-4, name
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_the_same_and_an_import_returns_the_exported_weights(
     name: str, tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +80,7 @@ def test_transformers_computes_the_same_and_an_import_returns_the_exported_weigh
     with torch.no_grad():
         ours = model(tokens)
         assert ours.abs().max() > 1 and (theirs(tokens).logits - ours).abs().max() < 1e-4
+    assert_same_gradients(model, theirs, CASES[name], tokens)
     for prompt in (tokens[:1, :1], tokens[:1, :40]):
         mask, new = torch.ones_like(prompt), {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
         (found,) = generate(model, [Request(prompt[0].tolist())], Settings(24))

@@ -1,6 +1,7 @@
 """The block of experts against its formula, transformers, and itself on other meshes and with recomputation."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from exchange.checkpoint import open_checkpoint
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
@@ -18,10 +20,14 @@ from models.hybrid import build_model
 from models.initialization import initialize
 from models.moe import Order, Router
 from models.pattern import active_parameters, linear_shapes, parameter_count
+from pretrain import CONFIGS
 from tests.composing import composed
 from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches
 from tests.models.builders import build, local, relative_error, small_config, tokens_and_targets
 from tests.models.test_mixers import compare
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL as SMALL_RUN
+from tests.test_pretrain import records, run
 from tests.training.harness import launch, train_step, whole
 
 SMALL = small_config(
@@ -194,6 +200,25 @@ def test_two_data_parallel_ranks_train_like_one(precision: str) -> None:
         assert [*other_records[0]["blocks.1"].values()] == pytest.approx([*records[0]["blocks.1"].values()], abs=1e-3)
     (values,) = (record["blocks.1"] for record in records)
     assert 1 <= values["max_load"] <= 4 and 0.5 < values["entropy"] <= 1 and values["zero_gradients"] < 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
+    """And its losses; in NVFP4, with recomputation. The records have the load."""
+    sizes = ["model.moe_num_experts=4", "model.moe_ffn_dim=48", "model.moe_shared_ffn_dim=32", "model.pattern=ME"]
+    settings = [*SMALL_RUN, *FAST, *small_corpus(tmp_path), *sizes, "train.activation_checkpointing=block"]
+    settings += ["train.steps=4", "checkpoint.interval=2", "logging.interval=2", "model.nvfp4_bf16_blocks.last=0"]
+    settings += ["precision=nvfp4", "precision.switch.when=never", "precision.diagnostics.interval=2"]
+    run(1, [*settings, f"run.dir={tmp_path}/a"])
+    run(1, [*settings, f"run.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"])
+    ends = [records(tmp_path / name, "step")[-1] for name in "ab"]
+    assert (ends[0]["loss"], ends[0]["grad_norm"]) == (ends[1]["loss"], ends[1]["grad_norm"])
+    biases = [open_checkpoint(tmp_path / name, CONFIGS).tensor("blocks.1.mixer.router.bias") for name in "ab"]
+    assert torch.equal(*biases) and biases[0].abs().max() > 2e-3 and biases[0].mean().abs() < 1e-8
+    loads = [record["blocks"]["blocks.1"]["max_load"] for record in records(tmp_path / "a", "experts")]
+    assert len(loads) == 2 and all(1 <= load <= 2 for load in loads)  # 2 of 4 experts: at most twice the mean
+    flips = [record["blocks"]["blocks.1"] for record in records(tmp_path / "a", "flips")]
+    assert len(flips) == 2 and all(0 < share < 0.5 for share in flips)
 
 
 def test_nemotron_3_nano_has_its_published_size() -> None:

@@ -2,15 +2,18 @@
 
 max_load         tokens of the expert with most / of the mean expert; 1 is balanced (MaxVio of Nemotron 3 Ultra)
 idle             share of the experts without a token
-entropy          mean over tokens of the entropy of the scores, of that of equal scores
+entropy          mean over tokens of the entropy of the scores / that of equal scores
 zero_gradients   share of the elements of the experts' gradients that are exactly zero
+
+Every `precision.diagnostics.interval` steps also what quantization changes: `flips`, the share of the tokens that have
+other experts than with all linears in BF16 (a rank's first micro-batch, computed twice without gradients).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +22,42 @@ from torch import Tensor
 
 from megatron_fp4.parallel.parameters import holds_first_copy
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.training.callbacks.validation import evaluation_mode
+from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, is_due
 
 
 class Experts(Callback):
     """Counts tokens in the step alone: not in a replay, a measurement or a validation."""
+
+    def before_step(self, step: Step) -> None:
+        trainer = self.trainer
+        interval, routers = trainer.config.precision.diagnostics.interval, trainer.model.routers()
+        if routers and interval and step.index % interval == 0:
+            as_planned, in_bf16 = self._chosen(step, in_bf16=False), self._chosen(step, in_bf16=True)
+            pairs = zip(as_planned, in_bf16, strict=True)
+            flips = torch.stack([(one != other).any(-1).to(torch.float64).mean() for one, other in pairs])
+            dist.all_reduce(flips, group=trainer.mesh.batch.group)
+            shares = (flips / trainer.mesh.batch.size).tolist()
+            values = {name: round(share, 6) for name, share in zip(routers, shares, strict=True)}
+            curves = {f"experts/flips/{name}": share for name, share in values.items()}
+            trainer.log.metrics.record(step.done, "flips", {"blocks": values}, curves)
+
+    @torch.no_grad()
+    def _chosen(self, step: Step, in_bf16: bool) -> list[Tensor]:
+        """The experts of each token of the first micro-batch, int64 [tokens, top_k], by block."""
+        trainer, chosen = self.trainer, list[Tensor]()
+        tokens, targets, options = inputs_of(step.batch[0], trainer.mesh, trainer.precision.step_state)
+        with ExitStack() as stack:
+            for router in trainer.model.routers().values():
+                hook = router.register_forward_hook(lambda module, inputs, routing: chosen.append(routing.expert_tk))
+                stack.callback(hook.remove)
+            stack.enter_context(evaluation_mode(trainer.model))
+            if in_bf16:
+                stack.enter_context(trainer.precision.other_recipes(lambda recipe: BF16))
+            trainer.model(tokens, targets, **options)
+        return chosen
 
     @contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
