@@ -1,15 +1,20 @@
 """Every recipe on a whole model: the loss and the error of the gradient in the first step, and whether later tokens
 change earlier outputs."""
 
+import itertools
+import re
+import subprocess
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.build import initialized_model
+from megatron_fp4.training.build import initialized_model, plans_of
 from models import provider as models
+from pretrain import configure
 from tests.composing import CONFIGS, composed
 
 pytestmark = pytest.mark.slow
@@ -58,3 +63,32 @@ def test_later_tokens_change_earlier_outputs_only_through_tensor_maxima(mesh, na
         logits, changed = (model(rows)[:, :96].float() for rows in (tokens, torch.where(later, others, tokens)))
     moved = (logits - changed).norm() / logits.norm()
     assert moved == 0 if causal else 0.1 < moved < 0.2  # less than NVFP4's own error, 0.25
+
+
+def experiments() -> dict[str, list[str]]:
+    """From docs/recipes.md: each experiment of the papers -> its overrides, expanded by bash."""
+    page = (CONFIGS.parent / "docs/recipes.md").read_text().partition("## The papers' experiments")[2]
+    setup = page.partition("```bash\n")[2].partition("```")[0]
+    found = []
+    for row in re.findall(r"^\| .+ \| (`.+) \|$", page, re.MULTILINE):
+        for fragment, values in re.findall(r"`([^`]+)`((?: \([A-Z]+ = [^)]+\))*)", row):
+            names, choices = zip(*re.findall(r"\(([A-Z]+) = ([^)]+)\)", values), strict=True) if values else ((), ())
+            for chosen in itertools.product(*(choice.split(", ") for choice in choices)):
+                text = fragment
+                for name, value in zip(names, chosen, strict=True):
+                    text = text.replace(name, value)
+                found.append(text)
+    script = setup + "".join(f"echo {text}\n" for text in found)
+    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    return dict(zip(found, map(str.split, lines), strict=True))
+
+
+def test_every_experiment_of_the_papers_is_a_valid_run() -> None:
+    """As `--check` sees it; and a GPU's own kernels are refused by name where a format has none."""
+    found = experiments()
+    assert len(found) > 60
+    for name, overrides in found.items():
+        config = configure(["model=transformer_60m", "run.device=cpu", *overrides])
+        assert plans_of(config, models)[0].num_quantized, name
+    with pytest.raises(ConfigError, match=r"format=e2m1_e5m3 does not go with precision.backend=torch"):
+        configure(["precision.backend=torch", "precision.fprop.activation.format=e2m1_e5m3"])
