@@ -45,7 +45,7 @@ from exchange.checkpoint import Checkpoint, load_model
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.operands import LinearCall, LinearContext, Sharding
-from megatron_fp4.precision.plan import Plan, PlannedLinear, PrecisionController, plan_in_effect
+from megatron_fp4.precision.plan import HEAD, Plan, PlannedLinear, PrecisionController, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
@@ -123,6 +123,8 @@ def trained_plan(
 
 def refusal(trained: TrainedPlan, layout: str = "modelopt") -> str | None:
     """Why the weights cannot be exported as training multiplied with them; None if they can. layout: its name."""
+    if HEAD in trained.nvfp4_linears():
+        return "the head was trained in NVFP4, which the layouts do not have"
     if not trained.nvfp4_linears():
         formats = sorted(set(trained.other_formats().values())) or ["bf16"]
         return f"no linear was trained with NVFP4 weights (they are in {' and '.join(formats)})"

@@ -30,6 +30,7 @@ from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import Plan, split_contexts
 from megatron_fp4.precision.recipe import FPROP_WEIGHT, Gemm, Operand
+from megatron_fp4.training.build import planned_linears
 from models.hybrid import HybridModel
 
 NOT_FINITE = -1
@@ -249,7 +250,7 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
             problem = f"a tensor scale for each of {shards} shards (precision.amax=shard), not for one process"
         if problem:
             raise ValueError(f"{name} was trained with {problem}: use the master weights")
-    modules = dict(model.linears())
+    modules = planned_linears(model, plan)
     contexts = split_contexts({name: module.context for name, module in modules.items()}, plan)
     for name, recipe in recipes.items():
         gemm = Gemm(Operand(), recipe[FPROP_WEIGHT], recipe.fprop.rht)

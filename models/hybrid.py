@@ -153,7 +153,7 @@ class HybridModel(nn.Module):
         head_loss = self.execution.kernel("loss", head_cross_entropy)
         fused, first = self.execution.compiled, self.head.first
 
-        def loss(x_td: Tensor, weight: Tensor) -> Tensor:
+        def loss(x_td: Tensor, weight: Tensor | None) -> Tensor:
             return head_loss(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
 
         mean_loss = self.head(h_td, loss=loss)

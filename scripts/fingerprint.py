@@ -81,7 +81,8 @@ CASES: dict[str, tuple[int, str]] = {
     "gated FFNs, other formats": (
         2,
         "parallel.tensor=2 model.pattern=*G*G model.rope=true precision.wgrad.gradient.format=e2m1_e4m3_row "
-        "precision.fprop.weight.format=e1m2_e5m3 precision.fprop.activation.format=e4m3_tensor",
+        "precision.fprop.weight.format=e1m2_e5m3 precision.fprop.activation.format=e4m3_tensor "
+        "precision.exceptions=[{{names:[head],precision:nvfp4}}]",
     ),
     "measured": (1, "precision.diagnostics.interval=2 precision.recheck_interval=2"),
     "gradient noise": (1, "precision.switch.when=gradient_noise precision.switch.interval=2"),

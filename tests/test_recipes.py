@@ -22,6 +22,27 @@ pytestmark = pytest.mark.slow
 RECIPES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 
 
+def test_a_head_in_4_bits_has_the_loss_of_its_logits_and_noise_in_its_gradient(mesh: ParallelMesh) -> None:
+    def head(*overrides: str) -> tuple[float, float, torch.Tensor]:
+        """The loss, that of the logits, and the gradient of the head."""
+        config = composed("precision=nvfp4", "train.sequence_length=128", *overrides)
+        model = initialized_model(config, models, mesh, StepState(seed=3))[0]
+        model.head.weight.data.mul_(4)
+        tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=torch.manual_seed(0))
+        loss = model(tokens, targets)
+        loss.backward()
+        with torch.no_grad():
+            logits = model(tokens).flatten(0, 1).float()
+        gradient = model.head.weight.grad.to_local()
+        return loss.item(), torch.nn.functional.cross_entropy(logits, targets.flatten()).item(), gradient.double()
+
+    (loss, of_logits, exact), quantized = head(), head("precision.exceptions=[{names:[head],precision:nvfp4}]")
+    assert loss == pytest.approx(of_logits, rel=1e-6) and quantized[0] == pytest.approx(quantized[1], rel=1e-6)
+    assert 1e-5 < abs(quantized[0] - loss) < 0.05
+    assert 0.05 < (quantized[2] - exact).norm() / exact.norm() < 0.3
+    assert ((quantized[2] * exact).sum() / exact.square().sum()).item() == pytest.approx(1, abs=0.02)
+
+
 def model_and_tokens(mesh: ParallelMesh, name: str) -> tuple[Any, torch.Tensor]:
     """The tiny model with a recipe, and random tokens [2, 2, 128]."""
     config = composed(f"precision={name}", "train.sequence_length=128")

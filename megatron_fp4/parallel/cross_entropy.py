@@ -10,6 +10,8 @@ and its part of dW. dx and dW are kept in FP32 until the backward pass, so that 
 rounded, and an FP32 product takes four times as long. So dx is rounded twice there, which changes nothing if tokens
 times micro-batches is a power of two.)
 
+A quantized head is a linear by itself (layers.py). It returns all logits, and the loss is computed from these in place.
+
 Negative targets do not count: their tokens have no loss and no gradient, and the mean is over the others. The caller
 passes the number of the others, which avoids a host sync.
 
@@ -40,7 +42,7 @@ _CHUNK_MULTIPLE = 128
 
 def head_cross_entropy(
     x_td: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     targets_t: Tensor,
     first: int,
     mesh: ParallelMesh,
@@ -54,20 +56,23 @@ def head_cross_entropy(
 
     x_td: [tokens, hidden], all tokens on every tensor-parallel rank. weight: parameter [vocab, hidden] (a DTensor with
     its rows sharded, or a plain tensor), of which this rank holds the rows from id `first` on; its gradient is FP32.
+    None: x_td are the logits [tokens, vocab] of these rows, which are overwritten.
     fused: compute the softmax with Triton (CUDA only). chunk_tokens: tokens per chunk; None: as many as fit in 1 GiB of
     logits. kernels: None: those for the device of `x_td`, with `fused`. num_targets: the number of targets that are not
     negative; the mean is over these, and 0 if there are none. None: all targets count.
     The result can be differentiated only once.
     """
+    if kernels is None:
+        assert x_td.is_cuda or not fused, "Triton's kernels need CUDA"
+        kernels = CudaLossKernels(fused) if x_td.is_cuda else LossKernels()
+    if weight is None:
+        return _LogitsCrossEntropy.apply(x_td, targets_t, first, mesh, kernels, num_targets)  # type: ignore[return-value]
     accept_fp32_gradient(weight)
     # Asked here, because inside an autograd function gradients are always off.
     needs_gradients = torch.is_grad_enabled() and (x_td.requires_grad or weight.requires_grad)
     if chunk_tokens is None:
         bytes_per_token = local_part(weight).shape[0] * x_td.element_size()
         chunk_tokens = max(1, _CHUNK_BYTES // bytes_per_token // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-    if kernels is None:
-        assert x_td.is_cuda or not fused, "Triton's kernels need CUDA"
-        kernels = CudaLossKernels(fused) if x_td.is_cuda else LossKernels()
     return _HeadCrossEntropy.apply(  # type: ignore[return-value]
         x_td, weight, targets_t, first, mesh, kernels, chunk_tokens, needs_gradients, num_targets
     )
@@ -183,6 +188,31 @@ class _HeadCrossEntropy(torch.autograd.Function):
         scale = grad_outputs[0].to(torch.float32) / ctx.num_targets
         dx, dw = dx.to(torch.float32).mul_(scale).to(ctx.dtype), gradient_of(dw.mul_(scale), ctx.spec)
         return dx, dw, None, None, None, None, None, None, None
+
+
+class _LogitsCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first: int,
+        mesh: ParallelMesh,
+        kernels: LossKernels,
+        num_targets: int | None,
+    ) -> Tensor:
+        losses = kernels.losses(logits, targets - first, mesh)  # overwrites the logits with their gradient
+        ctx.gradient, ctx.num_targets = logits, losses.numel() if num_targets is None else max(num_targets, 1)
+        if num_targets is not None:
+            ctx.gradient.masked_fill_((targets < 0)[:, None], 0)
+            losses.masked_fill_(targets < 0, 0)
+        return losses.sum() / ctx.num_targets
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.gradient is not None, "the loss can be differentiated only once"
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grad_outputs[0].to(torch.float32) / ctx.num_targets), None, None, None, None, None
 
 
 def reduce_stats(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@
     RowParallelLinear      W [out, in], columns sharded   this rank's input features -> sums over ranks
     GroupedLinear          W [experts, out, in]           each expert's tokens -> its output features
     VocabParallelEmbedding E [vocab, dim], rows sharded
-    OutputHead             W [vocab, dim], rows sharded; never quantized
+    OutputHead             W [vocab, dim], rows sharded; quantized only if an exception names it
 
 The plan gives linears their recipe. No layer has a bias. With sequence parallelism `quantized_linear` gathers and
 scatters tokens while its GEMMs run (precision/linear.py). All other collectives are in the forward passes below:
@@ -206,27 +206,30 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Logits over this rank's slice of the vocabulary, never quantized (paper, section 4.1)."""
+    """Logits over this rank's slice of the vocabulary; in BF16 (paper, section 4.1) unless the plan says otherwise."""
 
     def __init__(self, dim: int, vocab_size: int, mesh: ParallelMesh) -> None:
         super().__init__()
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.context = LinearContext(name="head", keeps_rounded=False)
         self.first = mesh.tensor.rank * (vocab_size // mesh.tensor.size)
+        outputs = Span(self.first, mesh.tensor.group if mesh.tensor.size > 1 else None)
+        self.context = LinearContext(name="head", sharding=Sharding(outputs=outputs), keeps_rounded=False)
 
     def forward(
-        self, x_td: Tensor, only: Tensor | None = None, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self, x_td: Tensor, only: Tensor | None = None, loss: Callable[[Tensor, Tensor | None], Tensor] | None = None
     ) -> Tensor:
         """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp].
 
-        only: int64, indices of the tokens that get logits; None: all. loss: called with all tokens [tokens, dim] and
-        the weight, which FSDP gathers only during this forward pass; its result is returned instead of logits.
+        only: int64, indices of the tokens that get logits; None: all. loss: its result is returned instead of logits.
+        It is called with all tokens [tokens, dim] and the weight, which FSDP gathers only during this forward pass; or,
+        if the head is quantized, with the logits and None.
         """
         x_td = enter_tensor_parallel(x_td, self.mesh)
-        if loss is not None:
+        if loss is not None and not self.context.recipe.quantized:
             return loss(x_td, self.weight)
-        return quantized_linear(x_td if only is None else x_td[only], self.weight, self.context)
+        logits = quantized_linear(x_td if only is None else x_td[only], self.weight, self.context)
+        return logits if loss is None else loss(logits, None)
 
 
 def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:

@@ -2,12 +2,8 @@
 
 Selective high precision (paper, sections 4.1 and E.2): the run's recipe quantizes all linears but these. Linears of the
 first and last blocks, linears whose names match a pattern, and linears that a plan file lists are in BF16; those of
-`precision.exceptions` have a recipe of their own. The embedding, the head, norms and everything between the linears are
-never quantized, and the plan does not contain them.
-
-An exception may name sections of a packed projection, such as the z rows of Mamba-2's in_proj. Its sections then form
-one linear and the other sections another: each part has its own row of the plan, its own operands, maxima, draws and
-GEMMs, as if it were a separate module. fprop and wgrad have a part's rows; dx is the sum of the parts' dgrads.
+`precision.exceptions` have a recipe of their own. The output head is in the plan only if an exception names it, and in
+BF16 otherwise. The embedding, norms and everything between the linears are never quantized.
 
 The paper switches to higher precision shortly before the learning rate decays (appendix D). "FP4 All the Way" (arXiv
 2505.19115, section 4.1) switches when the gradient is small compared with its quantization noise:
@@ -44,6 +40,9 @@ if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend
     from megatron_fp4.precision.operands import LinearContext
     from megatron_fp4.precision.rng import StepState
+
+HEAD = "head"
+"""The name of the output head in a plan and in exceptions; patterns do not match it."""
 
 # A plan with a smaller share of its weights in 4 bits gives a warning.
 FEW_IN_4_BITS = 0.6
@@ -272,7 +271,9 @@ def build_plan(
     quantized = recipe.quantized or any(other.quantized for other in recipes)
 
     def planned(shape: LinearShape, section: str) -> PlannedLinear:
-        if quantized and (why := _bf16_reason(shape, section, bf16, num_blocks, listed)):
+        if shape.name == HEAD and not _first_exception(shape, exceptions, section):
+            return PlannedLinear(shape, BF16, "the output head", key)
+        if shape.name != HEAD and quantized and (why := _bf16_reason(shape, section, bf16, num_blocks, listed)):
             return PlannedLinear(shape, BF16, why, key)
         if not (match := _first_exception(shape, exceptions, section)):
             return PlannedLinear(shape, recipe, "the run's recipe", key)
@@ -300,14 +301,18 @@ def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig], 
         for pattern in exception.names
         if (not exception.blocks or shape.letter in exception.blocks)
         and (not exception.sections or section in exception.sections)
-        and fnmatch.fnmatchcase(shape.name, pattern)
+        and _matches(shape, pattern)
     )
     return next(matches, None)
 
 
+def _matches(shape: LinearShape, pattern: str) -> bool:
+    return pattern == HEAD if shape.name == HEAD else fnmatch.fnmatchcase(shape.name, pattern)
+
+
 def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[LinearShape]) -> None:
     for pattern in patterns:
-        if shapes and not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
+        if shapes and not any(_matches(shape, pattern) for shape in shapes):
             names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
             raise ValueError(
                 f"{key} has {pattern!r}, which matches no linear; linears are blocks.<index>.<one of {names}>"
@@ -321,7 +326,7 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
         in_blocks = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
         if not exception.optional:
             _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, in_blocks)
-        named = [shape for shape in in_blocks if any(fnmatch.fnmatchcase(shape.name, name) for name in exception.names)]
+        named = [shape for shape in in_blocks if any(_matches(shape, name) for name in exception.names)]
         known = list(dict.fromkeys(name for shape in named for name in _names(shape) if name))
         if named and (unknown := [name for name in exception.sections if name not in known]):
             have = f"these have {', '.join(known)}" if known else "these have none; remove sections"

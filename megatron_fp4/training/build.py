@@ -24,7 +24,16 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import codes_transpose, side_of
-from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in, same_parts
+from megatron_fp4.precision.plan import (
+    HEAD,
+    LinearShape,
+    Plan,
+    PrecisionController,
+    PrecisionSwitch,
+    build_plan,
+    recipes_in,
+    same_parts,
+)
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import (
@@ -73,6 +82,10 @@ def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
     """The plan of each of `precisions_by_key`, without regard to the scope of the switch, with the same parts of packed
     projections. Raises ValueError."""
     model, shapes, plans = config.model, models.linear_shapes(config.model), {}
+    precisions = precisions_by_key(config)
+    if any(HEAD in exception.names for precision in precisions.values() for exception in precision.exceptions):
+        sizes = model.num_blocks, model.hidden_dim, model.vocab_size
+        shapes = [*shapes, LinearShape(HEAD, *sizes, input_key="model.hidden_dim", title="the output head")]
     for key, precision in precisions_by_key(config).items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
         plans[key] = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
@@ -88,6 +101,12 @@ def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
     with configuration_errors():
         before, *after = plans_by_key(config, models).values()
         return before, before.switched(after[0], config.precision.switch.scope) if after else None
+
+
+def planned_linears(model: Any, plan: Plan) -> dict[str, Any]:
+    """The modules of `model` that the plan gives a recipe: its linears, and its head if the plan has it."""
+    in_plan = any(row.linear.name == HEAD for row in plan.rows)
+    return {**dict(model.linears()), **({HEAD: model.head} if in_plan else {})}
 
 
 def execution_of(config: Config, models: ModelProvider) -> Any:
@@ -202,7 +221,7 @@ def sharded_model(
     plan, plan_after_switch = plans_of(config, models)
     switch = config.precision.switch
     controller = PrecisionController(
-        {name: module.context for name, module in model.linears()},
+        {name: module.context for name, module in planned_linears(model, plan).items()},
         plan,
         step_state,
         backend=backend,

@@ -46,14 +46,20 @@ def test_only_logits_their_gradient_and_dx_are_rounded_to_bf16(mesh, scale):
     assert torch.equal(x.grad, expected.bfloat16())
 
 
-@pytest.mark.parametrize(("chunk", "masked"), [(None, True), (7, True), (7, False)])
+@pytest.mark.parametrize(("chunk", "masked"), [(None, True), (7, True), (7, False), (0, True), (0, False)])
 def test_loss_and_gradients_are_those_of_fp64(mesh, chunk, masked):
-    """masked: some targets do not count."""
+    """masked: some targets do not count. chunk: 0: from logits that a quantized head has computed."""
+
+    def head_loss(targets, counted):
+        if chunk == 0:
+            return head_cross_entropy(x @ weight.t(), None, targets, 0, mesh, num_targets=counted)
+        return head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk, num_targets=counted)
+
     x, weight, targets = random_inputs()
     if masked:
         targets[::3] = -1
     counted = int((targets >= 0).sum()) if masked else None
-    loss = head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk, num_targets=counted)
+    loss = head_loss(targets, counted)
     (loss / 3).backward()
     counts = targets >= 0
     expected, dx, dw = in_fp64(x[counts], weight, targets[counts], 1 / 3)
@@ -62,7 +68,7 @@ def test_loss_and_gradients_are_those_of_fp64(mesh, chunk, masked):
     assert (x.grad[~counts] == 0).all()
     torch.testing.assert_close(weight.grad.double(), dw, rtol=1e-4, atol=1e-7)
     no_targets = torch.full_like(targets, -1)
-    loss_of_none = head_cross_entropy(x, weight, no_targets, 0, mesh, chunk_tokens=chunk, num_targets=0)
+    loss_of_none = head_loss(no_targets, 0)
     x.grad = weight.grad = None
     loss_of_none.backward()
     assert loss_of_none == 0 and (x.grad == 0).all() and (weight.grad == 0).all()
