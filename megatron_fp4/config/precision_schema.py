@@ -116,7 +116,7 @@ class ExceptionConfig:
     """Linears with another recipe than the run's."""
 
     names: list[str] = field(default_factory=lambda: ["*"])
-    """shell patterns over the names of linears, as in `bf16_blocks.names`; `head`: the output head, otherwise in BF16."""
+    """shell patterns over the names of linears, as in `bf16_blocks.names`; `head`: the output head, else in BF16."""
     blocks: str = ""
     """letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds."""
     sections: list[str] = field(default_factory=list)
