@@ -153,18 +153,26 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
         shared, ours = linear.sharding, linear.backend.name != "transformer_engine"
         if linear.recipe.quantized and ours and not linear.parts:
             alike.setdefault((linear.recipe, linear.keeps_input, shared.in_tokens, shared.out_tokens), linear)
-    with cuda.other_gpu(gpu):
-        for linear in alike.values():
-            context = replace(linear, step_state=StepState(seed=0), weight_cache=None, probe=None, watcher=None)
-            x = torch.zeros(_TOKENS, _FEATURES, dtype=torch.bfloat16, device=device, requires_grad=True)
-            w = torch.zeros(linear.sharding.num_groups * _FEATURES, _FEATURES, device=device, requires_grad=True)
-            y = quantized_linear(x, w, context)
-            torch.autograd.grad(y, (x, w), torch.zeros_like(y))
+    try:
+        with cuda.other_gpu(gpu):
+            for linear in alike.values():
+                _compute(linear, device)
+    except Exception as error:  # a start must not fail because of this
+        log.warning("some kernels are compiled when they are first launched: %r", error)
     workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
     with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
         compiled = [cuda.compiled_ahead(*launch) for launch in gpu.launched.values()]
     with ThreadPoolExecutor(workers) as executor:
         list(executor.map(functools.partial(_load, device=device), compiled))
+
+
+def _compute(linear: LinearContext, device: torch.device) -> None:
+    """A forward and a backward pass of a small linear with the settings of this one."""
+    context = replace(linear, step_state=StepState(seed=0), weight_cache=None, probe=None, watcher=None)
+    x = torch.zeros(_TOKENS, _FEATURES, dtype=torch.bfloat16, device=device, requires_grad=True)
+    w = torch.zeros(linear.sharding.num_groups * _FEATURES, _FEATURES, device=device, requires_grad=True)
+    y = quantized_linear(x, w, context)
+    torch.autograd.grad(y, (x, w), torch.zeros_like(y))
 
 
 def _load(compiled: Any, device: torch.device) -> None:
