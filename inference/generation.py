@@ -258,8 +258,8 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
         contexts[name].recipe = replace(recipe, fprop=gemm, dgrad=gemm, wgrad=Gemm())
         contexts[name].weight_cache = None
         with torch.no_grad():
-            local = contexts[name].sharding.rows_of(modules[name.partition("[")[0]].weight.to_local())
-            local.copy_(local.to(trained_in))
+            for rows in contexts[name].sharding.strips_of(modules[name.partition("[")[0]].weight.to_local()):
+                rows.copy_(rows.to(trained_in))
     return len(recipes)
 
 

@@ -191,7 +191,7 @@ class _SplitLinear(torch.autograd.Function):
                 dx = part_dx if dx is None else dx.add_(part_dx)
             if dw is not None and part_dw is not None:
                 sharding = part.call.context.sharding
-                strips = sharding.section.strips(dw, sharding.num_groups)
+                strips = sharding.strips_of(dw)
                 rows = part_dw.unflatten(0, (sharding.num_groups, -1)).split([strip.shape[1] for strip in strips], 1)
                 for strip, of_strip in zip(strips, rows, strict=True):
                     strip.add_(of_strip) if adds else strip.copy_(of_strip)

@@ -64,11 +64,6 @@ class SectionRows:
         """Rows of a group that belong to these sections."""
         return sum(end - first for first, end in self.ranges)
 
-    def strips(self, rows: Tensor, num_groups: int) -> list[Tensor]:
-        """Views [groups, rows of a section, n] of each section in `rows` [groups * group, n]."""
-        groups = rows.unflatten(0, (num_groups, self.group))
-        return [groups[:, first:end] for first, end in self.ranges]
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -94,8 +89,15 @@ class Sharding:
         """The rows of this linear, contiguous, of the module's local weight [out, in]; a view if they are adjacent."""
         if self.section is None:
             return weight
-        strips = self.section.strips(weight, self.num_groups)
+        strips = self.strips_of(weight)
         return (strips[0] if len(strips) == 1 else torch.cat(strips, 1)).flatten(0, 1)
+
+    def strips_of(self, weight: Tensor) -> list[Tensor]:
+        """The same rows as views: [groups, rows, in] of each section, or the weight itself."""
+        if self.section is None:
+            return [weight]
+        groups = weight.unflatten(0, (self.num_groups, self.section.group))
+        return [groups[:, first:end] for first, end in self.section.ranges]
 
 
 @dataclass

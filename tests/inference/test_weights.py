@@ -1,12 +1,13 @@
 """Weights as trained: the codes of the training's forward pass, with unquantized activations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from inference.generation import lower_weights, weights_as_trained
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ExceptionConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import Plan, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
@@ -15,15 +16,17 @@ from models.hybrid import HybridModel
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import MXFP8, NVFP4, watched_gemms
 from tests.models.builders import build, small_config
+from tests.precision.test_plan import exception
 
 CONFIG = small_config(pattern="M-*-", hidden_dim=64, ffn_dim=64, mamba_state_dim=8, init_std=0.2)
 ONE_ROW = replace(NVFP4, fprop=Gemm(NVFP4.fprop.left, Operand("nvfp4", (1, 16))))
 TRANSFORMED = replace(ONE_ROW, fprop=replace(ONE_ROW.fprop, rht=16))
-RECIPES = {"nvfp4": NVFP4, "mxfp8": MXFP8, "transformed": TRANSFORMED}
+RECIPES = {"nvfp4": NVFP4, "nvfp4, sections": NVFP4, "mxfp8": MXFP8, "transformed": TRANSFORMED}
+SECTIONS = [exception(["*.in_proj"], "mxfp8", "", "x dt"), exception(["*"], "mxfp8", "", "k")]
 
 
-def plan_of(recipe: Recipe) -> Plan:
-    return build_plan(linear_shapes(CONFIG), recipe, Bf16BlocksConfig(last=1), CONFIG.num_blocks)
+def plan_of(recipe: Recipe, exceptions: Sequence[ExceptionConfig] = ()) -> Plan:
+    return build_plan(linear_shapes(CONFIG), recipe, Bf16BlocksConfig(last=1), CONFIG.num_blocks, exceptions)
 
 
 def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -41,19 +44,20 @@ def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("nvfp4", torch.float32), ("nvfp4", torch.bfloat16), ("mxfp8", torch.bfloat16), ("transformed", torch.bfloat16)],
+    [*((name, torch.bfloat16) for name in RECIPES), ("nvfp4", torch.float32), ("nvfp4, sections", torch.float32)],
 )
 def test_weights_as_trained_equal_those_of_the_run(mesh: ParallelMesh, name: str, dtype: torch.dtype) -> None:
     """The run computed in BF16, so it quantized masters that were rounded to BF16. Activations are not quantized, so a
     token's result does not depend on the others."""
-    plan = plan_of(RECIPES[name])
+    plan = plan_of(RECIPES[name], SECTIONS if "sections" in name else ())
     run = build(CONFIG, mesh, torch.bfloat16)
     PrecisionController({n: module.context for n, module in run.linears()}, plan, StepState(seed=0))
     trained = operands_of_weights(run)
-    assert len(trained) == 6  # of 8 linears: the last block is in BF16
+    count = 8 if "sections" in name else 6  # of 10 or 8 linears: the last block is in BF16
+    assert len(trained) == count
 
     model = build(CONFIG, mesh, dtype)
-    assert weights_as_trained(model, plan, torch.bfloat16, shards=1) == 6
+    assert weights_as_trained(model, plan, torch.bfloat16, shards=1) == count
     lower_weights(model, dtype)
     stored = {(".ssm." in name, parameter.dtype) for name, parameter in model.named_parameters()}
     assert stored == {(True, torch.float32), (False, dtype)}

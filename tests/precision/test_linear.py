@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4.precision import emulated
+from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.linear import quantized_linear, split_linear
 from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState, keyed_operands
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import hadamard, rounding
 from megatron_fp4.quantization.rounding import random_bits
 from tests.precision import reference as ref
+from tests.quantization import cublas
 
 RECIPES = ref.RECIPES
 FIXED = [name for name, recipe in RECIPES.items() if recipe.rht_signs == "fixed"]
@@ -118,20 +120,25 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
-@pytest.mark.parametrize("recipe", [ref.NVFP4, ref.QUARTET2, ref.MXFP8, BF16], ids=lambda recipe: recipe.name)
-def test_a_split_projection_has_the_bits_of_separate_linears(recipe, num_groups, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "native"),
+    [*((recipe, False) for recipe in (ref.NVFP4, ref.QUARTET2, ref.MXFP8, BF16)), (ref.NVFP4, True)],
+)
+def test_a_split_projection_has_the_bits_of_separate_linears(recipe, native, num_groups, monkeypatch):
     """Which have the names, the recipes and the rows of its parts; over two micro-batches that add their gradients."""
     monkeypatch.setattr(emulated.EmulatedBackend, "accumulates", False)  # separate GEMMs would round once
     sections = ("z", 20), ("x", 40), ("dt", 8)
     x, w, dy = ref.tensors(40, 128, 68 * num_groups, dtype=torch.bfloat16)
-    context = ref.context_of(ref.NVFP4, num_groups=num_groups)
+    monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
+    context = ref.context_of(ref.NVFP4, num_groups=num_groups, backend=TorchBackend() if native else emulated.EMULATED)
     state, row = context.step_state, torch.arange(68 * num_groups)
     parts = context.part((sections[1],), sections), context.part(sections[::2], sections)
     context.parts = replace(parts[0], name="of x", recipe=recipe), replace(parts[1], name="of z and dt")
     in_x = (row % 68 >= 20) & (row % 68 < 60)
     rows = row[in_x], row[~in_x]
     separate = [
-        LinearContext(part.name, part.recipe, state, sharding=Sharding(num_groups=num_groups)) for part in context.parts
+        LinearContext(part.name, part.recipe, state, part.backend, Sharding(num_groups=num_groups))
+        for part in context.parts
     ]
     weight, weights, inputs = w.clone().requires_grad_(), [w[at].requires_grad_() for at in rows], []
     for state.micro_batch in range(2):
