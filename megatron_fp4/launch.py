@@ -24,6 +24,8 @@ from megatron_fp4.runtime.signals import SIGNALS
 
 # Of `ExitCode`, whose module imports torch; this one has to listen before that.
 _CRASHED, _HUNG, _STOPPED = 1, 5, 75
+NO_SIGNALS = "SIGVTALRM"
+"""What torchrun handles here; none at all is no choice that it offers."""
 # The signals that this process got while it had workers: handlers have nowhere else to leave them.
 _handed_on: set[int] = set()
 
@@ -40,7 +42,7 @@ def main(arguments: list[str]) -> int:
     # What it says of failed workers on their way down is in its report too, if there is one.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     options = torchrun.parse_args(arguments)
-    options.signals_to_handle = "SIGVTALRM"  # none is no choice that it offers
+    options.signals_to_handle = NO_SIGNALS
     try:
         torchrun.run(options)
     except ChildFailedError as error:

@@ -75,7 +75,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             command.add_argument("overrides", nargs="*", help="as for pretrain.py")
     add = commands["linear"].add_argument
     add("--precisions", default="bf16,nvfp4", help="precision configs, separated by commas; the first is 1x")
-    add("--shapes", default="8192x4096x21504,8192x2048x6144", help="tokens x inputs x outputs, separated by commas")
+    shapes = "8192x4096x21504,8192x2048x6144" if torch.cuda.is_available() else "256x512x1536"
+    add("--shapes", default=shapes, help=f"tokens x inputs x outputs, separated by commas (default here {shapes})")
     add("--iterations", type=int, default=10, help="rounds of measurements (default 10)")
     add = commands["parallel"].add_argument
     add("--warmup", type=int, default=5, help="steps before the timed ones")
@@ -129,7 +130,7 @@ def linear(options: argparse.Namespace) -> int:
         weights = "kept" if row["weights_kept"] else "new"
         lines.append(
             f"{'x'.join(map(str, row['shape'])):<26}{row['recipe']:<14}{weights:<9}{row['milliseconds']:>9.3f}"
-            f"{row['ratio']:>8.2f}{row['tflops']:>9.0f}"
+            f"{row['ratio']:>8.2f}{row['tflops']:>9.3g}"
         )
     return written({"machine": machine(device), "linears": rows}, options.output, lines)
 

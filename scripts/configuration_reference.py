@@ -11,8 +11,10 @@ if __name__ == "__main__":
     import _command  # noqa: F401
 
 import ast
+import contextlib
 import inspect
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -54,8 +56,9 @@ def page() -> str:
     default = compose_config([], CONFIGS)
     lines = [INTRODUCTION, "## Groups\n", "| group | option | |", "|---|---|---|"]
     chosen = default_options(CONFIGS)
+    own = _untracked()
     for group, names in group_options(CONFIGS).items():
-        for name in names:
+        for name in (name for name in names if f"configs/{group}/{name}.yaml" not in own):
             mark = " *" if chosen.get(group) == name else ""
             summary = option_summary(CONFIGS / group / f"{name}.yaml", width=None)
             lines.append(f"| `{group}` | `{name}`{mark} | {_escaped(summary)} |")
@@ -65,6 +68,14 @@ def page() -> str:
             value = getattr(default, section.name)
             lines += _section(section.name, type(value), value, known)
     return "\n".join(lines) + "\n"
+
+
+def _untracked() -> list[str]:
+    """The files below configs/ that git does not know: a user's own. None without git."""
+    command = ["git", "ls-files", "--others", "configs"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    return []
 
 
 def _explanations(cls: type) -> dict[str, str]:

@@ -165,8 +165,8 @@ def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Pat
     ranks, made_with = place_in_run().world_size, manifest.world_size
     if ranks != made_with and not config.parallel.reproducible:
         raise ConfigError(
-            f"{checkpoint} was made by {made_with} ranks, and {ranks} ranks add up in another order; start this "
-            f"command with torchrun on {made_with} ranks"
+            f"{checkpoint} was made by {made_with} ranks, and {ranks} ranks add up in another order; begin this "
+            f"command with torchrun --nproc-per-node {made_with} in place of python"
         )
     check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
     mesh = join_ranks(config, models)

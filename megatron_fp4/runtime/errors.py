@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.errors import hidden, printable
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.launch import NO_SIGNALS
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
@@ -164,7 +165,10 @@ def run_program(body: Callable[[], int]) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    end_process(code_for_launcher(code))
+    code = code_for_launcher(code)
+    if told := of_torchrun(code):
+        print(told, file=sys.stderr, flush=True)
+    end_process(code)
 
 
 def code_for_launcher(code: int) -> int:
@@ -172,6 +176,17 @@ def code_for_launcher(code: int) -> int:
     again, so there a stop counts as success."""
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
+
+
+def of_torchrun(code: int) -> str | None:
+    """What the first rank of a machine says before torchrun reports a stop as a failure, with a traceback."""
+    ours = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") == NO_SIGNALS
+    if code != ExitCode.STOPPED or ours or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] != "0":
+        return None
+    return (
+        "pretrain.py: stopped and saved. torchrun reports exit code 75 as a failure and ends with 1; "
+        "`python -m megatron_fp4.launch` in its place ends with 75"
+    )
 
 
 class PrintableRecords(logging.Formatter):

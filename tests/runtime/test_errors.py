@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.launch import NO_SIGNALS
 from megatron_fp4.precision.verify import RecheckError
 from megatron_fp4.runtime import errors
-from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of
+from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of, of_torchrun
 from megatron_fp4.runtime.run_state import report_ending
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import fork_server
@@ -34,6 +35,20 @@ def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop(monkeypatch: pyt
     assert code_for_launcher(ExitCode.REFUSED) == 2 and code_for_launcher(ExitCode.FINISHED) == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert code_for_launcher(ExitCode.STOPPED) == 75
+
+
+def test_a_stop_under_torchrun_names_the_launcher_that_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_torchrun(ExitCode.STOPPED) is None  # started with python
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    told = of_torchrun(ExitCode.STOPPED)
+    assert told is not None and "`python -m megatron_fp4.launch` in its place ends with 75" in told
+    assert of_torchrun(ExitCode.FINISHED) is None and of_torchrun(ExitCode.REFUSED) is None
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", NO_SIGNALS)
+    assert of_torchrun(ExitCode.STOPPED) is None  # launch.py itself
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert of_torchrun(ExitCode.STOPPED) is None
 
 
 def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None:

@@ -102,7 +102,8 @@ class Replicas(Callback):
         since = "at the start" if self._agreed is None else f"after step {self._agreed}"
         more = f". {number - len(differences)} more groups of ranks differ" if number > len(differences) else ""
         find = (
-            f"scripts/replay.py {trainer.config.run.dir} --step {done} on as many ranks finds which of them is wrong; "
+            f"torchrun --nproc-per-node {mesh.world_size} scripts/replay.py --trust-config {trainer.config.run.dir} "
+            f"--step {done} (on as many ranks, on several nodes if need be) finds which of them is wrong; "
         )
         raise ReplicasError(
             f"after step {done} {'. '.join(map(str, differences))}{more}. They agreed {since}. "
