@@ -37,7 +37,7 @@ $(VENV)/.base: pyproject.toml setup.py
 	@$(if $(SAYS_CPU),echo '$(SAYS_CPU)')
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.16"
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 

@@ -102,7 +102,8 @@ def export_gguf(
             if codes is None:
                 yield stored, *_plain(part, ours, config, kind)
             else:
-                made = codes if part.rows is None else reordered(codes, part.rows)
+                order = torch.arange(codes.shape[0]) if part.rows is None else part.rows
+                made = reordered(codes, _in_pairs(order, part, config))
                 yield stored, "NVFP4", _grouped(made)
                 yield stored.replace(".weight", ".scale"), "F32", tensor_decode_scale(made.amax, made.scale_max).view(1)
 
@@ -141,12 +142,19 @@ def _plain(part: Section, ours: Tensor, config: ModelConfig, kind: str) -> tuple
         values = values.view(config.mamba_num_groups, -1)
     elif name == "conv1d.weight":
         values = values.squeeze(1)
-    elif config.rope and part.module.endswith(("q_proj", "k_proj")):
-        values = values.view(-1, 2, config.head_dim // 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+    else:
+        values = _in_pairs(values, part, config)
     is_matrix = values.dim() == 2 and not part.fp32 and name not in ("conv1d.weight", "norm.weight")
     if kind == "f32" or not is_matrix:
         return "F32", values
     return "BF16", values.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+
+def _in_pairs(rows: Tensor, part: Section, config: ModelConfig) -> Tensor:
+    """The rows of q and k in the order of llama.cpp: those that RoPE rotates together side by side."""
+    if not (config.rope and part.module.endswith(("q_proj", "k_proj"))):
+        return rows
+    return rows.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _empty_codes(shape: torch.Size) -> NVFP4Tensor:

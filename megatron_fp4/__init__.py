@@ -1,3 +1,3 @@
 """Pretraining of hybrid Mamba-Transformer language models in NVFP4."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

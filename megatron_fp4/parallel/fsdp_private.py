@@ -1,4 +1,4 @@
-"""All that this project uses of FSDP2's private interface; torch 2.11 to 2.13 have it.
+"""All that this project uses of FSDP2's private interface; torch 2.11 to 2.15 have it.
 
 A test looks up all `NAMES` (by torch's file and class) in the installed torch, or in the files of another version.
 """

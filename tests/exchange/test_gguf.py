@@ -10,12 +10,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
+from torch import Tensor
 
 from data.tokenizer import CL100K, HuggingFaceTokenizer, train_tokenizer
 from exchange.architectures import sections_of
 from exchange.checkpoint import Checkpoint
 from exchange.gguf import export_gguf
 from exchange.nvfp4 import TrainedPlan, multiplied_weight
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.composing import composed, plans_of
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
@@ -49,6 +51,14 @@ def read(path: Path) -> dict[str, tuple[str, Any]]:
     return {of.name.removesuffix(".weight"): (of.tensor_type.name, of.data) for of in GGUFReader(path).tensors}
 
 
+def in_pairs(values: Tensor, name: str, config: ModelConfig) -> Tensor:
+    """Rows j and j + head_dim / 2 of each head of q and k side by side."""
+    if not config.rope or ("q_proj" not in name and "k_proj" not in name):
+        return values
+    heads, half = values.split(config.head_dim), config.head_dim // 2
+    return torch.stack([row for head in heads for pair in zip(head[:half], head[half:], strict=True) for row in pair])
+
+
 @pytest.mark.parametrize(("name", "kind"), [("hybrid", "f32"), ("transformer", "bf16"), ("llama", "bf16")])
 def test_tensors_and_tokenizer_are_in_the_file(name: str, kind: str, tmp_path: Path, mesh: ParallelMesh) -> None:
     config = replace(CASES[name], vocab_size=300)
@@ -56,13 +66,11 @@ def test_tensors_and_tokenizer_are_in_the_file(name: str, kind: str, tmp_path: P
     tokenizer = HuggingFaceTokenizer(json.dumps(json.loads(OWN) | pre), "own")
     checkpoint = checkpoint_of(tmp_path / "c", config, tensors_of(strong_model(config, mesh)))
     export_gguf(checkpoint, tmp_path / "m.gguf", kind=kind, tokenizer=tokenizer)
-    found, half = read(tmp_path / "m.gguf"), config.head_dim // 2
+    found = read(tmp_path / "m.gguf")
     for ours, parts in sections_of(config).items():
         for part in parts:
             values, stored = part.published(checkpoint.tensor(ours)), gguf_name(part.name)
-            if config.rope and stored.endswith(("attn_q", "attn_k")):  # rows j and j + half of a head side by side
-                heads = values.split(config.head_dim)
-                values = torch.cat([head.view(2, half, -1).transpose(0, 1).flatten(0, 1) for head in heads])
+            values = in_pairs(values, part.name, config)
             values = -values.exp() if stored.endswith("ssm_a") else values
             form, data = found.pop(stored)
             assert form == ("BF16" if values.dim() == 2 and kind == "bf16" else "F32"), stored
@@ -85,17 +93,22 @@ def nvfp4(folder: Path, mesh: ParallelMesh, *overrides: str) -> tuple[Checkpoint
     return checkpoint, TrainedPlan(plans_of(config)[0], torch.bfloat16)
 
 
-def test_codes_and_scales_decode_to_what_training_multiplied(tmp_path: Path, mesh: ParallelMesh) -> None:
-    checkpoint, trained = nvfp4(tmp_path / "c", mesh, *HYBRID, *SIZES)
+@pytest.mark.parametrize("model", [HYBRID, [*TRANSFORMER, "model.pattern='*G*G*G'"]])
+def test_codes_and_scales_decode_to_what_training_multiplied(
+    model: list[str], tmp_path: Path, mesh: ParallelMesh
+) -> None:
+    checkpoint, trained = nvfp4(tmp_path / "c", mesh, *model, *SIZES)
+    config = checkpoint.config.model
     export_gguf(checkpoint, tmp_path / "m.gguf", kind="nvfp4", trained=trained)
     found, rows = read(tmp_path / "m.gguf"), trained.nvfp4_linears()
-    for ours, parts in sections_of(checkpoint.config.model).items():
+    for ours, parts in sections_of(config).items():
         row = rows.pop(ours.removesuffix(".weight"), None)
         for part, (form, data) in ((part, found[gguf_name(part.name)]) for part in parts):
             assert (form == "NVFP4") == (row is not None)
             if row is not None:
                 operand, scale = multiplied_weight(checkpoint.tensor(ours), row, torch.bfloat16)
-                assert np.array_equal(dequantize(data, GGMLQuantizationType.NVFP4), part.published(operand)), part.name
+                expected = in_pairs(part.published(operand), part.name, config)
+                assert np.array_equal(dequantize(data, GGMLQuantizationType.NVFP4), expected), part.name
                 assert found[f"{gguf_name(part.name)}.scale"][1] == scale.numpy(), part.name
     assert not rows
 
