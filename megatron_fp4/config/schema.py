@@ -267,7 +267,7 @@ class TrainConfig:
     gradients have the same bits in all three."""
     cuda_graphs: AutoSwitch = "auto"
     """capture forward and backward of a micro-batch once and replay them: the same bits in less host time. `true`,
-    `false`, or `auto`: on one data-parallel rank, if possible."""
+    `false`, or `auto`: if possible."""
 
 
 @dataclass(frozen=True, config=STRICT)
