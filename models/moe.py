@@ -80,8 +80,8 @@ class Router(nn.Module):
         return {"weight": lambda draws: draws.normal(self.config.init_std), "bias": lambda draws: 0.0}
 
     def forward(self, x_td: Tensor, sequence_length: int) -> Routing:
-        config, weight = self.config, local_parameter(self.weight)
-        logits_te = F.linear(x_td.to(weight.dtype), weight)
+        config = self.config
+        logits_te: Tensor = _Logits.apply(x_td, local_parameter(self.weight))
         s_te = logits_te.sigmoid() if config.moe_score == "sigmoid" else logits_te.softmax(-1)
         expert_tk, balanced_be = decided(lambda: self._choose(s_te.detach(), sequence_length))
         chosen_tk = s_te.gather(1, expert_tk)
@@ -119,6 +119,20 @@ class Router(nn.Module):
             below_mean = torch.sign(load.sum() - load * len(load))
             moved = self.bias.to(torch.float64) + rate * below_mean
             self.bias.copy_(moved - moved.mean())
+
+
+class _Logits(Function):
+    """x W^T in the dtype of W (FP32). Autograd would save x in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_td: Tensor, weight_ed: Tensor) -> Tensor:
+        ctx.save_for_backward(x_td, weight_ed)
+        return F.linear(x_td.to(weight_ed.dtype), weight_ed)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dlogits_te,), (x_td, weight_ed) = grad_outputs, ctx.saved_tensors
+        return (dlogits_te @ weight_ed).to(x_td.dtype), dlogits_te.t() @ x_td.to(weight_ed.dtype)
 
 
 def _shares(s_te: Tensor) -> Tensor:
@@ -184,19 +198,29 @@ def gradients_of_weighted(
     return (dy_nd * weight_n[:, None]).to(y_nd.dtype), dweight_n[row_tk]
 
 
+def weighted_squared_relu(x_nf: Tensor, weight_n: Tensor) -> Tensor:
+    """weight relu(x)^2, [n, f]; multiplied in the weights' dtype (FP32), returned in that of x."""
+    return (x_nf.relu().square() * weight_n[:, None]).to(x_nf.dtype)
+
+
+def dispatch(x_td: Tensor, token_n: Tensor, row_tk: Tensor, sum_rows: Callable[..., Tensor]) -> Tensor:
+    """The rows of an `Order`, [n, d]. sum_rows: `sum_of_rows`, compiled or not."""
+    return _Dispatch.apply(x_td, token_n, row_tk, sum_rows)  # type: ignore[return-value]
+
+
 class _Dispatch(Function):
-    """The row of each expert's tokens. The gradient of a token is the sum over its rows, in FP32."""
+    """The gradient of a token is the sum over its rows, in FP32."""
 
     @staticmethod
-    def forward(ctx: Any, x_td: Tensor, order: Order, sum_rows: Callable[..., Tensor]) -> Tensor:
-        ctx.save_for_backward(order.row_tk)
+    def forward(ctx: Any, x_td: Tensor, token_n: Tensor, row_tk: Tensor, sum_rows: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(row_tk)
         ctx.sum_rows = sum_rows
-        return x_td[order.token_n]
+        return x_td[token_n]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (row_tk,) = ctx.saved_tensors
-        return ctx.sum_rows(grad_outputs[0], row_tk, None), None, None
+        return ctx.sum_rows(grad_outputs[0], row_tk, None), None, None, None
 
 
 class _Combine(Function):
@@ -293,6 +317,8 @@ class MoE(Mixer):
         self.from_latent = RowParallelLinear(width, config.hidden_dim, mesh) if latent else None
         self.shared_experts = MLP(_shared(config), mesh, execution)
         self._activation = self.shared_experts.activation
+        self._weighted = execution.recomputed(execution.pure(weighted_squared_relu))
+        self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)
 
@@ -302,12 +328,13 @@ class MoE(Mixer):
         first_token = self.experts_up.context.step_state.micro_batch * len(x_td)
         segments = self._segments(order.counts_e, first_token + order.token_n)
         latent_td = x_td if self.to_latent is None else self.to_latent(x_td)
-        x_nd = _Dispatch.apply(latent_td, order, self._sum_rows)
-        inner = self._activation(self.experts_up(x_nd, segments))
+        x_nd = self._dispatch(latent_td, order.token_n, order.row_tk, self._sum_rows)
+        inner_nf = self.experts_up(x_nd, segments)
         if self.before_down:
-            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()]
-            inner = (inner * weight_n[:, None]).to(inner.dtype)
-        y_nd = self.experts_down(inner, segments)
+            inner_nf = self._weighted(inner_nf, routing.weight_tk.flatten()[order.row_tk.flatten().argsort()])
+        else:
+            inner_nf = self._activation(inner_nf)
+        y_nd = self.experts_down(inner_nf, segments)
         weight_tk = None if self.before_down else routing.weight_tk
         y_td = _Combine.apply(y_nd, weight_tk, order, self._sum_rows, self._gradients)
         y_td = y_td if self.from_latent is None else self.from_latent(y_td)

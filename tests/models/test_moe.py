@@ -144,9 +144,10 @@ def test_auxiliary_losses_are_those_of_their_formulas(mesh: ParallelMesh) -> Non
         assert loss.item() == pytest.approx((0.5 * balance + 0.25 * z).item(), rel=1e-5)
 
 
-def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("weight", ["after_down", "before_down"])
+def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, weight: str) -> None:
     """The bias changes between forward and backward: the recomputation would choose other experts."""
-    config = replace(SMALL, pattern="ME", moe_aux_loss=0.1)
+    config = replace(SMALL, pattern="ME", moe_aux_loss=0.1, moe_weight=weight)
     tokens, targets = tokens_and_targets(config)
     found = {}
     for recompute in ("none", "block", "selective"):
