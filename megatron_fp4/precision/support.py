@@ -402,7 +402,7 @@ class BackendChoice:
     sums: str = "fp32"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.reason}{'' if self.sums == 'fp32' else f', sums as {self.sums}'})"
+        return f"{self.name} ({self.reason})"
 
     def open(self) -> Backend:
         return EmulatedBackend(self.sums) if self.name == "emulated" else BACKENDS[self.name]()
@@ -416,10 +416,10 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
     makes it compute inexactly.
     """
     wanted = config.precision.backend
+    if (sums := config.precision.sums) != "fp32":
+        return BackendChoice("emulated", f"set by precision.sums={sums}", sums)
     if wanted == "emulated":
-        return BackendChoice("emulated", "set by precision.backend", config.precision.sums)
-    if config.precision.sums != "fp32":
-        return BackendChoice("emulated", "precision.sums is the emulation's", config.precision.sums)
+        return BackendChoice("emulated", "set by precision.backend")
     recipes = [recipe for recipe in recipes_in(plans) if recipe.quantized]
     if wanted == "auto" and not recipes:
         return BackendChoice("emulated", "nothing is quantized")

@@ -88,6 +88,10 @@ def half_of_one_tile(t: Tensor) -> Tensor:
     return t
 
 
+class InBlackwellsOrder(Spoiled):
+    sums = "blackwell"
+
+
 def beta(factor: float) -> Callable[..., Tensor]:
     """A GEMM that adds its product to `factor` times the total."""
     return lambda result, before: result if before is None else result + (factor - 1) * before
@@ -104,6 +108,7 @@ def beta(factor: float) -> Callable[..., Tensor]:
 def test_the_emulation_passes_the_self_test(recipe, draws_ours):
     case = replace(CASE, recipe=recipe, outputs=3 * 80, num_groups=3)
     assert faults(Spoiled(draws_ours=draws_ours), case) == []
+    assert recipe != NVFP4 or faults(InBlackwellsOrder(draws_ours=draws_ours), case) == []
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,8 @@ def test_the_emulation_passes_the_self_test(recipe, draws_ours):
         (Spoiled(product=lambda t, _: t.nan_to_num(0.0, 0.0, 0.0)), "nan in the activation disappears in fprop"),
         (Spoiled(product=beta(0)), "wgrad product added to a gradient: relative error"),
         (Spoiled(product=beta(2)), "wgrad product added to a gradient: relative error"),
+        (InBlackwellsOrder(product=lambda t, _: t.nextafter(2 * t)), "fprop bits: "),
+        (InBlackwellsOrder(product=lambda t, _: t.nextafter(2 * t)), "wgrad bits, added to a gradient: "),
         (Spoiled(place=lambda place: replace(place, rows=Span(2))), "dgrad_gradient draws: values differ"),
     ],
 )
