@@ -432,7 +432,7 @@ def step_time(
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
     replayed = graphs_refusal(config, models, ranks, "cuda", backend, recipes_in(plans)) is None
-    of_eager = (1 + recomputed) * len(models.linear_shapes(config.model)) * of_linear
+    of_eager = (1 + recomputed) * len(plans[0].rows) * of_linear
     host_ms = micro_batches * (of_replay if replayed else of_eager)
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0
     return StepTime(
