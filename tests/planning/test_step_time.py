@@ -79,10 +79,11 @@ def test_time_of_the_host_with_cuda_graphs():
     ranks = replace(graphs, parallel=ParallelConfig(), train=replace(train, global_batch_size=64))
     assert host(ranks, 64) == pytest.approx(8e-3)
     eager = replace(ranks, parallel=ParallelConfig(reshard=True))
-    assert host(eager, 64) == pytest.approx(8 * 4 * 3.0e-3)  # each with four linears
+    linears = Plan(tuple(PlannedLinear(shape, NVFP4, "") for shape in models.linear_shapes(MODEL)))
+    assert host(eager, 64, (linears, None)) == pytest.approx(8 * 4 * 3.0e-3)  # each with four linears
     native = replace(ranks.precision, backend="transformer_engine")
     native = replace(ranks, precision=native, parallel=ParallelConfig(gpu="b200"))
-    native_plans = (Plan((PlannedLinear(models.linear_shapes(MODEL)[0], NVFP4, ""),)), None)
+    native_plans = (Plan(linears.rows[:1]), None)
     assert host(native, 64, native_plans) == pytest.approx(8 * 1.02e-3)  # plus the draws for dy of dgrad and of wgrad
 
 
