@@ -99,6 +99,8 @@ def export_gguf(
     def tensors(name: str, ours: Tensor, codes: NVFP4Tensor | None) -> Iterator[tuple[str, str, Tensor]]:
         for part in sections[name]:
             stored = named.get_name(part.name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+            if stored is None:
+                raise ValueError(f"{part.name} has no name in a GGUF file of {architecture}; use export-hf")
             if codes is None:
                 yield stored, *_plain(part, ours, config, kind)
             else:

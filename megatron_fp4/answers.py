@@ -73,9 +73,8 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
             return multirun(rest, config_dir.parent / "pretrain.py", config_dir)
         elif "--info" in arguments:
             place = arguments.index("--info")
-            show_info(
-                *arguments[place + 1 : place + 2] or ["all"], [*arguments[:place], *arguments[place + 2 :]], config_dir
-            )
+            what = arguments[place + 1] if place + 1 < len(arguments) else "all"
+            show_info(what, arguments[:place] + arguments[place + 2 :], config_dir)
         else:
             rest = [argument for argument in arguments if argument != "--resolve"]
             place = rest.index("--cfg")

@@ -20,12 +20,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_fp4.runtime.signals import SIGNALS
+from megatron_fp4.runtime.signals import NO_SIGNALS, SIGNALS
 
 # Of `ExitCode`, whose module imports torch; this one has to listen before that.
 _CRASHED, _HUNG, _STOPPED = 1, 5, 75
-NO_SIGNALS = "SIGVTALRM"
-"""What torchrun handles here; none at all is no choice that it offers."""
 # The signals that this process got while it had workers: handlers have nowhere else to leave them.
 _handed_on: set[int] = set()
 

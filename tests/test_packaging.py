@@ -67,7 +67,7 @@ def test_a_wheel_has_all_files_in_one_package(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"megatron_fp4", info.name}
     assert (info / "top_level.txt").read_text().split() == ["megatron_fp4"]
     assert "megatron-fp4 = megatron_fp4.__main__:main" in (info / "entry_points.txt").read_text()
-    other = ("tests/", "docs/", ".ci/", "setup.py")
+    other = ("tests/", "docs/", ".ci/", ".github/", "setup.py")
     files = [name for name in tracked() if not name.startswith(other) and ("/" in name or name.endswith(".py"))]
     expected = {name if name.startswith("megatron_fp4/") else f"megatron_fp4/rooms/{name}" for name in files}
     there = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}

@@ -28,11 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.errors import hidden, printable
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.launch import NO_SIGNALS
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
 from megatron_fp4.runtime.closed_pipe import ReaderLeftError
+from megatron_fp4.runtime.signals import NO_SIGNALS
 
 # How long leaving the process group may take.
 GROUP_SECONDS = 10.0

@@ -34,8 +34,10 @@ from megatron_fp4.runtime.closed_pipe import end_without_reader
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+NO_SIGNALS = "SIGVTALRM"
+"""What torchrun handles under launch.py; none at all is no choice that it offers."""
 SECOND_AFTER = 5.0
-PRINTING_OPTIONS = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
+PRINTING_OPTIONS = ("--help", "-h", "--version", "--check", "--cfg", "--info", "--multirun", "-m")
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 LOOK_EVERY = 1.0
 # How often a scheduler or torchrun has started the run again.

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.launch import NO_SIGNALS
 from megatron_fp4.precision.verify import RecheckError
 from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of, of_torchrun
 from megatron_fp4.runtime.run_state import report_ending
+from megatron_fp4.runtime.signals import NO_SIGNALS
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import fork_server
 
