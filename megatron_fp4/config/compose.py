@@ -160,7 +160,9 @@ def show_info(what: str, overrides: Sequence[str], config_dir: Path) -> None:
         _config_errors([config_dir]),
         initialize_config_dir(config_dir=str(config_dir), version_base="1.3", job_name="pretrain"),
     ):
-        GlobalHydra.instance().hydra.show_info(what, "config", list(overrides))
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        hydra.show_info(what, "config", list(overrides))
 
 
 def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
