@@ -1,7 +1,17 @@
 """A GEMM of NVFP4 values in the order of Blackwell's tensor cores, which `precision/sums.py` defines.
 
 A dot product of 16 values in BF16 is one block's: the sum of products of E2M1 codes, times both scales. It has at most
-20 bits, so tensor cores of any generation compute it exactly in FP32. Four of them add up exactly in FP64.
+20 bits, so tensor cores of any generation compute it exactly in FP32. Its magnitude is at most 576 * 448^2 < 2^26.8.
+It is a multiple of a unit u, a quarter of the units of both scales.
+
+Four of them are added in FP32 with their errors (TwoSum). If the errors e add up exactly, the last addition rounds the
+exact sum once. They do: they are multiples of the smallest u and add up to 2^5 at most, so FP32 holds their sums if
+u >= 2^-19. Otherwise u = 2^-20, one block's scales are at most 15 * 2^-9, and its product is below 1/2, so its pair's
+error is, too. Then |e| <= 16, which is 2^24 u:
+
+    a sum of four from 2^28 on   the other three are above 2^25 and multiples of 2^6: only the small product is an error
+    a smaller sum                its error is at most 8; that of the other pair is at most 4, or 0 if the pair is 2^27
+                                 or more, because both are multiples of 2^4 then
 """
 
 from __future__ import annotations
@@ -37,10 +47,14 @@ def blackwell_kernel(
     b_ptrs = b_ptr + b_rows.to(tl.int64)[None, :] * stride_bn
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, k, 64):
-        group = block_product(a_ptrs, b_ptrs, start, k, stride_ak, stride_bk)
-        for block in tl.static_range(1, 4):
-            group += block_product(a_ptrs, b_ptrs, start + block * 16, k, stride_ak, stride_bk)
-        total = add_toward_zero(total, group.to(tl.float32))
+        first = block_product(a_ptrs, b_ptrs, start, k, stride_ak, stride_bk)
+        second = block_product(a_ptrs, b_ptrs, start + 16, k, stride_ak, stride_bk)
+        third = block_product(a_ptrs, b_ptrs, start + 32, k, stride_ak, stride_bk)
+        fourth = block_product(a_ptrs, b_ptrs, start + 48, k, stride_ak, stride_bk)
+        left, left_error = two_sum(first, second)
+        right, right_error = two_sum(third, fourth)
+        group, error = two_sum(left, right)
+        total = add_toward_zero(total, group + (error + (left_error + right_error)))
     mask = ((rows < m) & (rows % padded < kept))[:, None] & (columns < n)[None, :]
     out_rows = rows // padded * kept + rows % padded
     out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + columns[None, :]
@@ -54,11 +68,19 @@ def blackwell_kernel(
 
 @triton.jit
 def block_product(a_ptrs, b_ptrs, start, k, stride_ak, stride_bk):
-    """The dot products of 16 values from `start` on, exact, in FP64; zeros beyond k."""
+    """The dot products of 16 values from `start` on, exact; zeros beyond k."""
     place = start + tl.arange(0, 16)
     left = tl.load(a_ptrs + place[None, :] * stride_ak, (place < k)[None, :], 0.0)
     right = tl.load(b_ptrs + place[:, None] * stride_bk, (place < k)[:, None], 0.0)
-    return tl.dot(left, right).to(tl.float64)
+    return tl.dot(left, right)
+
+
+@triton.jit
+def two_sum(a, b):
+    """a + b, rounded to nearest, and its error, which is exact (Knuth)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
 
 
 @triton.jit
