@@ -81,8 +81,8 @@ class StepMetrics:
     or the step was a spike. phase, plan: names of the data phase and of the precision plan. data_wait: seconds that the
     first rank waited for its micro-batches. epochs: epochs of each source so far; empty in most steps. mfu:
     model_tflops over the device's peak in BF16; None if unknown. peak_memory_gib: of the first rank since it began;
-    None in most steps. joules_per_token: of all ranks' GPUs together, if each takes what the first one's counter says;
-    None without such a counter.
+    None in most steps. joules_per_token: of all ranks' GPUs since the step before, if each takes what the first one's
+    counter says; None without such a counter.
     """
 
     step: int
