@@ -110,18 +110,20 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_kept is not None and "activation" in call.slices:
             kept = make_kept()  # while fprop's codes are gathered
         x_fprop, w_parts = _in_parts(call, receive_x(), w_fprop)
-        parts = list[Tensor]()
+        parts, group, probe = list[Tensor](), context.sharding.out_tokens, context.probe
         for w in w_parts:
             y = call.padding.unpad_tokens(_product(call, "fprop", x_fprop, w, call.dtype))
             if len(w_parts) == 1 and not context.sharding.keep_padding:
                 y = call.padding.unpad_outputs(y)
-            if (group := context.sharding.out_tokens) is not None:
-                scattered.append(start_reduce_scatter(y, group, async_op=overlaps or w is not w_parts[-1]))
             parts.append(y)
+            if len(w_parts) > 1 and probe is None:  # a reduction may overwrite y, which a probe reads
+                scattered.append(start_reduce_scatter(y, group, async_op=overlaps or w is not w_parts[-1]))
         ctx.observed = None
-        if (probe := context.probe) is not None:
+        if probe is not None:
             whole = y if len(parts) == 1 else torch.cat(parts, 1)
             ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(whole))
+        if group is not None and not scattered:
+            scattered = [start_reduce_scatter(part, group, async_op=overlaps) for part in parts]
         if make_kept is not None and kept is None:
             kept = make_kept()  # while y is reduced
         _save(ctx, call, weight, w_dgrad, kept, x if needs_wgrad else None)
