@@ -14,8 +14,8 @@ from megatron_fp4.quantization.segments import Segments
 
 # Tiles (rows, columns, dot product), which fill the shared memory of an H100 with `num_stages`.
 _ROWS_TILE, _WEIGHTS_TILE = (128, 256, 64), (128, 256, 64)
-_ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8)
-_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=8)
+_ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8, num_stages=4)
+_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=8, num_stages=4)
 
 
 def multiply_rows(

@@ -22,7 +22,7 @@ PUBLISHED = {
     "mxfp4": ref.MXFP4,
     "mxfp8": ref.MXFP8,
     "fp8_block": replace(ref.FP8, name="fp8_block"),
-    **{name: replace(ref.NVFP4, name=name) for name in ("nvfp4_nemotron_3", "nvfp4_gates")},
+    "nvfp4_nemotron_3": replace(ref.NVFP4, name="nvfp4_nemotron_3"),
     **{
         name: changed(ref.NVFP4, name=name, fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W)
         for name in ("nvfp4_4over6_1x16", "nvfp4_4over6_1x16_qkv_bf16", "nvfp4_best")
