@@ -92,7 +92,9 @@ def trained_plan(
     from the one saved with the checkpoint (because a plan file has changed).
     """
     if checkpoint.weights_only:
-        raise ValueError(f"{checkpoint.folder} has imported weights that no run has trained; use --format hf")
+        raise ValueError(
+            f"{checkpoint.folder} has imported weights that no run has trained; use --format hf, or bf16 of export-gguf"
+        )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
     in_effect = plan_in_effect(plans, switched_at)
     saved, now = checkpoint.trainer["plan"], in_effect.as_dict()
@@ -117,7 +119,7 @@ def trained_plan(
             "which the last steps did not use)"
         )
     if problem := refusal(chosen, layout):
-        raise ValueError(f"{problem}; export BF16 weights (--format hf)")
+        raise ValueError(f"{problem}; export BF16 weights (--format hf, or bf16 of export-gguf)")
     return chosen
 
 

@@ -36,7 +36,7 @@ from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import NVFP4Weights, export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
-from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, largest_inputs, trained_plan
+from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, TrainedPlan, largest_inputs, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
@@ -128,16 +128,12 @@ def export_hf_command(options: argparse.Namespace) -> int:
     check_output(options.output, checkpoint.folder)
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
     if options.format != "hf":
-        layout, plans = FORMATS[options.format], plans_of(checkpoint.config, models)
-        trained = trained_plan(checkpoint, plans, options.plan or "now", layout.name)
-        inputs = None
+        layout, inputs = FORMATS[options.format], None
+        trained = _trained(options, checkpoint, layout.name)
         if options.calibrate is not None:  # opens the data of the checkpoint's run
             config = config_from_saved(checkpoint.trainer["config"], [], CONFIGS, trusted=options.trust_config)
             inputs = largest_inputs(checkpoint, trained, config, options.calibrate)
         nvfp4 = NVFP4Weights(layout, trained, inputs)
-        for form in sorted({*trained.other_formats().values()}):
-            count = [*trained.other_formats().values()].count(form)
-            print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
     dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
     export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
     _print_written(options.output, checkpoint, tokenizer, began)
@@ -155,7 +151,7 @@ def export_gguf_command(options: argparse.Namespace) -> int:
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     tokenizer, trained, progress = _tokenizer(options, checkpoint), None, ProgressLine("elements written")
     if options.format == "nvfp4":
-        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
+        trained = _trained(options, checkpoint, "modelopt")
     gguf.export_gguf(
         checkpoint, options.output, kind=options.format, trained=trained, tokenizer=tokenizer, progress=progress
     )
@@ -255,6 +251,14 @@ def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> TextToken
     if tokenizer is None:
         print("no tokenizer" + ("" if options.no_tokenizer else ": the run has none; --tokenizer PATH adds one"))
     return tokenizer
+
+
+def _trained(options: argparse.Namespace, checkpoint: Checkpoint, layout: str) -> TrainedPlan:
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now", layout)
+    for form in sorted({*trained.other_formats().values()}):
+        count = [*trained.other_formats().values()].count(form)
+        print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
+    return trained
 
 
 def _print_written(output: Path, checkpoint: Checkpoint, tokenizer: TextTokenizer | None, began: float) -> None:

@@ -107,7 +107,7 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
         (
             ["precision=mxfp4", "model.ffn_dim=128", "model.num_query_heads=8"],
             {},
-            "(they are in mxfp4); export BF16 weights (--format hf)",
+            "(they are in mxfp4); export BF16 weights (--format hf, or bf16",
         ),
         (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic gives other codes"),
         (["precision.fprop.rht=16"], {}, "fprop.rht=16 transforms the weights"),
