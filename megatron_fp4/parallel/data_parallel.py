@@ -29,14 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
+from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import gathered_parameter
 from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
 from megatron_fp4.precision.fp32_gradients import Rounding, gradient_of, local_part, set_rounding
@@ -155,10 +155,6 @@ class ShardedParameter:
         """Give the module this parameter."""
         self.module._parameters[self.name] = parameter
 
-    def find_shard(self) -> None:
-        """Look up the shard, because initialization and loading may replace it."""
-        self.shard = self.module._parameters[self.name]  # type: ignore[assignment]
-
     def decide(self) -> None:
         """Choose between codes and values, after what this follows from has changed."""
         if self.codes is None:
@@ -207,19 +203,17 @@ class ShardedParameter:
 
 def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     """How the shards of `parameter` are placed: over replicas, rows, and the axes that the parameter lies on."""
-    replicas = [] if mesh.reproducible else axes_of(mesh.device_mesh, "batch", without="rows")
-    if not isinstance(parameter, DTensor):
-        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
-        return DTensorSpec(mesh.fsdp, (*[Replicate()] * len(replicas), Shard(0)), tensor_meta=meta)
-    spec = parameter._spec
-    names = (*replicas, *axes_of(mesh.device_mesh, "rows"), *(spec.mesh.mesh_dim_names or ()))
+    names, placements, parts = mesh.fsdp.mesh_dim_names or (), tuple[Placement, ...](), 1
+    meta: Any = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+    if isinstance(parameter, DTensor):
+        names, placements = (*names, *(parameter._spec.mesh.mesh_dim_names or ())), parameter.placements
+        meta, parts = parameter._spec.tensor_meta, parameter._spec.num_shards_map[0]
     if unknown := set(names) - set(mesh.sizes):
         raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
-    parts = spec.num_shards_map[0]
     rows = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
+    replicated = [Replicate()] * (len(names) - len(placements) - 1)
     axes = mesh.device_mesh if names == mesh.device_mesh.mesh_dim_names else mesh.device_mesh[names]
-    placements = (*[Replicate()] * len(replicas), rows, *spec.placements)
-    return DTensorSpec(axes, placements, tensor_meta=spec.tensor_meta)
+    return DTensorSpec(axes, (*replicated, rows, *placements), tensor_meta=meta)
 
 
 class ShardedModel:
@@ -251,8 +245,8 @@ class ShardedModel:
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
         """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them. A collective."""
-        for parameter in self.parameters:
-            parameter.find_shard()
+        for parameter in self.parameters:  # initialization and loading may have replaced the shards
+            parameter.shard = parameter.module._parameters[parameter.name]  # type: ignore[assignment]
         ahead, self.ahead = self.ahead, None
         reasons = [codes.reasons for codes in self._codes]
         if reasons != self._reasons:
@@ -281,9 +275,11 @@ class ShardedModel:
             torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
 
     def release(self) -> None:
-        """Give the modules the shards. The buffers stay."""
+        """Give the modules the shards, and drop what a failed step left of gradients. The buffers stay."""
         for parameter in self.parameters:
             parameter.show(parameter.shard)
+            for gathered, _ in parameter._gathered.values():
+                gathered.grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -1,41 +1,22 @@
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.parallel.parameters import new_parameter
+from megatron_fp4.parallel.parameters import gathered_parameter, new_parameter
 from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
-from tests.training.harness import shard_by_fsdp
-
-
-class Keeper(nn.Module):
-    """Remembers the parameter that FSDP2 hands to its forward pass."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.weight
-        return x
 
 
 def test_the_gradient_equals_that_of_from_local() -> None:
     with fake_ranks(2):
         mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
-        for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):
-            keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
-            if fsdp:
-                settings: Any = {"units": [], "fp32_units": [], "compute_dtype": torch.bfloat16, "reshard": False}
-                shard_by_fsdp(keeper, mesh, **settings)
-            keeper(torch.zeros(()))
-            parameter = keeper.seen
+        for shard_dim, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (None, torch.bfloat16), (0, torch.float32)):
+            parameter = new_parameter((6, 4), mesh, shard_dim)
             assert isinstance(parameter, DTensor)
-            assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
+            parameter = gathered_parameter(local_part(parameter).to(dtype), parameter._spec, True)
+            assert isinstance(parameter, DTensor) and parameter.dtype == dtype
             gradient = torch.randn(local_part(parameter).shape)
             expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
             for _ in range(2):
