@@ -144,6 +144,23 @@ def test_auxiliary_losses_are_those_of_their_formulas(mesh: ParallelMesh) -> Non
         assert loss.item() == pytest.approx((0.5 * balance + 0.25 * z).item(), rel=1e-5)
 
 
+def test_gradients_do_not_depend_on_micro_batches(mesh: ParallelMesh) -> None:
+    """Those of auxiliary losses too, though not all targets count, and none of a sequence."""
+    config = replace(SMALL, pattern="ME", moe_aux_loss=0.5, moe_z_loss=0.25)
+    model, (tokens, targets) = build(config, mesh), tokens_and_targets(config, batch=4)
+    targets = targets.clone().index_fill_(0, torch.tensor(2), -1)
+    targets[0, 3:] = -1
+    found = []
+    for size in (4, 2, 1):
+        model.zero_grad()
+        for part, part_targets in zip(tokens.split(size), targets.split(size), strict=True):
+            count = int((part_targets >= 0).sum())
+            (model(part, part_targets, num_targets=count) * count / (targets >= 0).sum()).backward()
+        found.append({name: local(parameter.grad).clone() for name, parameter in model.named_parameters()})
+    for gradients in found[1:]:
+        assert all(relative_error(gradients[name], expected) < 1e-5 for name, expected in found[0].items())
+
+
 @pytest.mark.parametrize("weight", ["after_down", "before_down"])
 def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, weight: str) -> None:
     """The bias changes between forward and backward: the recomputation would choose other experts."""
@@ -172,7 +189,7 @@ CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_di
 def trained(rank: int, layout: Layout, precision: str, num: int) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     """Losses, weights and biases after three steps of `num` micro-batches with masked documents, and the records."""
     mesh, step_state = layout.mesh(), StepState(seed=11)
-    model, _ = controlled_model(mesh, RECIPES[precision], step_state, CONFIG)
+    model, _ = controlled_model(mesh, RECIPES[precision], step_state, CONFIG, reshard=layout.reshard)
     optimizer, callback, losses, records = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)), Experts(), [], []
     keep = SimpleNamespace(record=lambda done, kind, values, curves: records.append(values["blocks"]))
     logging = SimpleNamespace(logging=SimpleNamespace(interval=2))
@@ -189,12 +206,12 @@ def trained(rank: int, layout: Layout, precision: str, num: int) -> tuple[list[f
     return losses, {n: whole(t) for n, t in (*model.named_parameters(), *model.named_buffers())}, records
 
 
-@pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
-def test_two_data_parallel_ranks_train_like_one(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "layout"), [("fp32", LAYOUTS["dp2"]), ("nvfp4", Layout(2))])
+def test_two_data_parallel_ranks_train_like_one(precision: str, layout: Layout) -> None:
     """Also the bias, which counts the tokens of all ranks, and the auxiliary loss, of sequences with few targets."""
     [(losses, weights, records)] = launch(trained, 1, ONE, precision, 4)
     assert weights["blocks.1.mixer.router.bias"].abs().max() > 0.04
-    for other_losses, other_weights, other_records in launch(trained, 2, LAYOUTS["dp2"], precision, 4):
+    for other_losses, other_weights, other_records in launch(trained, 2, layout, precision, 4):
         assert other_losses == pytest.approx(losses, rel=1e-5)
         assert all(relative_error(other_weights[name], weights[name]) < 1e-4 for name in weights)
         assert torch.equal(other_weights["blocks.1.mixer.router.bias"], weights["blocks.1.mixer.router.bias"])
