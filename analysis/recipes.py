@@ -60,7 +60,6 @@ class HeldOut:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return self.folder.name
 
 

@@ -243,7 +243,6 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
 
 
 def _with_progress_bar(what: str, items: Sequence[Item]) -> Iterable[Item]:
-    """The items; rank 0 shows a progress bar in a terminal."""
     console = Console(stderr=True)
     return track(items, what, console=console, disable=not (_is_first_rank() and console.is_terminal))
 

@@ -560,7 +560,6 @@ def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndar
 
 
 def _firsts(number: int) -> range:
-    """The first entries of the blocks of `number` entries."""
     return range(0, number, INDEX_BLOCK)
 
 

@@ -243,7 +243,6 @@ class _Stage:
             self._first_epoch = int(self._epochs_before) + 1
 
     def place(self, sample: int) -> SamplePlace:
-        """The place of a sample."""
         position = sample - self._first
         if position >= self._num_mixed:
             epoch, position = divmod(position - self._num_mixed, self._order.num_windows)
@@ -376,7 +375,6 @@ class SampleSource(Samples):
         return SampleSource(self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth)
 
     def place(self, sample: int) -> SamplePlace:
-        """The place of a sample."""
         return self._stage.place(sample)
 
     def _read(self, sample: int, documents: bool) -> Window:

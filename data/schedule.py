@@ -119,7 +119,6 @@ class PhaseSpan:
 
     @property
     def end(self) -> int:
-        """The global sample after the last one."""
         return self.start + self.num_samples
 
     def description(self) -> dict[str, Any]:
@@ -211,7 +210,6 @@ class PhaseSchedule:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the whole run."""
         return self.spans[-1].end
 
     @property

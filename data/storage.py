@@ -217,7 +217,6 @@ class RemoteFile:
             return self._fetch(cached, start, end, first, last)
 
     def _fetch(self, cached: Path, start: int, end: int, first: int, last: int) -> bytes:
-        """As `_piece`, from the store."""
         if cached.exists():
             log.warning("%s: a block of %s is damaged; fetching it again", cached, self.name)
         disk = shutil.disk_usage(self._folder)

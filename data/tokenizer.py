@@ -389,7 +389,6 @@ class SentencePieceTokenizer(TextTokenizer):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether the model has tokens for single bytes."""
         return any(self._processor.is_byte(number) for number in range(self.vocab_size))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -53,7 +53,6 @@ class ValidationSet:
         self.masked, self.boundary_loss = masked, boundary_loss
 
     def window(self, sample: int) -> int:
-        """Which window of the stream a sample is."""
         return sample * self._available // self.num_samples
 
     def batch(self, index: int, start: int, end: int) -> MicroBatch:

@@ -136,7 +136,6 @@ class Prefetcher(Generic[T]):
             worker.answers.close()
 
     def _ask(self) -> None:
-        """Request one more micro-batch, if there is one."""
         if (first := next(self._firsts, None)) is not None:
             worker = next(self._turns)
             with contextlib.suppress(BrokenPipeError):  # it is dead; `answer` reports that

@@ -137,7 +137,6 @@ class Exports(Callback):
         self._poll()
 
     def after_step(self, step: Step) -> None:
-        """Save a checkpoint if an export is due."""
         step.save = step.save or self.due(step.done)
 
     def on_checkpoint(self, done: int) -> None:

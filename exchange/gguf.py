@@ -231,7 +231,6 @@ def _describe_tokenizer(writer: Any, rows: int, tokenizer: TextTokenizer | None,
 
 
 def _pre_tokenizer(tokenizer: TextTokenizer, checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """llama.cpp's name of what cuts a text into words, and the settings of the tokenizer.json."""
     content = tokenizer_files(tokenizer, sequence_length(checkpoint), checkpoint.read)["tokenizer.json"]
     settings: dict[str, Any] = json.loads(content)
     expression = WordCache.expression_of(settings)

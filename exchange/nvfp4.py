@@ -72,7 +72,6 @@ class TrainedPlan:
     before_switch: bool = False
 
     def nvfp4_linears(self) -> dict[str, PlannedLinear]:
-        """The linears with NVFP4 weights in fprop, by name."""
         return {row.linear.name: row for row in self.plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4"}
 
     def other_formats(self) -> dict[str, str]:

@@ -146,7 +146,6 @@ class Difference(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether 0 is outside the interval."""
         return self.margin is not None and abs(self.value) > self.margin
 
     def __str__(self) -> str:

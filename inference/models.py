@@ -152,7 +152,6 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
 
 
 def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
-    """Load a folder with one of transformers' Auto classes."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises any type, with pages of text

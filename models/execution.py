@@ -83,11 +83,9 @@ class Execution:
 
     @property
     def compiled(self) -> bool:
-        """Whether small pure functions are compiled."""
         return self.compile is not None
 
     def kernel(self, part: str, plain: Callable[P, R]) -> Callable[P, R]:
-        """The kernel that computes `part`, or `plain` if there is none."""
         return self.kernels.get(part, plain)
 
     def pure(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -193,7 +193,6 @@ class HybridModel(nn.Module):
         return ((name, module) for name, module in self.named_modules() if isinstance(module, QuantizedLinear))
 
     def mixers(self) -> list[Mixer]:
-        """The mixers of all blocks, in order."""
         return [block.mixer for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def fp32_units(self) -> list[nn.Module]:

@@ -409,7 +409,6 @@ class Mamba2(Mixer):
 
     @property
     def autotuned(self) -> bool:
-        """True with mamba-ssm's scan."""
         return self._scan is not plain_scan
 
     def rehearse(

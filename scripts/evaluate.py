@@ -216,7 +216,6 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
 
 
 def _free() -> None:
-    """Free the memory of the last model before the next one is loaded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

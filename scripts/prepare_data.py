@@ -70,7 +70,6 @@ def _failed(reason: str, code: int = 2, command: str = "") -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line of a preparation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--format", choices=FORMATS, help="of --files; json: one JSON object per line; both may be compressed")
@@ -95,7 +94,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not fit together."""
     if (options.files is None) == (options.dataset is None):
         raise ValueError("give the input either as --files with --format, or as --dataset")
     if options.files is not None and options.format is None:
@@ -172,7 +170,6 @@ def _progress_printer() -> Callable[[int, int, State], None]:
 
 
 def _overrides(done: Prepared, tokenizer: str) -> list[str]:
-    """The overrides with which pretrain.py trains on the data, with absolute paths."""
     name = re.sub(r"\W", "_", done.output.name, flags=re.ASCII)
     name = name if name.isidentifier() else f"source_{name}"
     held_out = prefix_of(done.output, "validation").resolve()

@@ -158,7 +158,6 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict
 
 
 def _parameters(config: Config) -> int:
-    """The number of the model's parameters, without embedding and head."""
     count = models.parameter_count(config.model)
     return count.linears + count.other
 

@@ -105,7 +105,6 @@ class Proof:
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings that are faults."""
         return [finding for finding in self.findings if finding.fault]
 
     def row(self) -> list[str]:

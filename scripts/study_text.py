@@ -70,7 +70,6 @@ class Source(NamedTuple):
 
     @property
     def wheel(self) -> str:
-        """A pattern for the file name of its wheel."""
         return f"{self.name.replace('-', '_')}-{self.version}-*.whl"
 
     def wants(self, path: str) -> bool:

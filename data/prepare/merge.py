@@ -81,7 +81,6 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
 
 
 def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The entries that are equal in all of them."""
     return {key: value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)}
 
 

@@ -98,7 +98,6 @@ class State:
 
     @property
     def records(self) -> int:
-        """Documents and malformed records so far."""
         return sum(count.documents for count in self.counts.values()) + self.num_malformed
 
     @property
@@ -234,7 +233,6 @@ def _encode(
     report: Callable[[str], None],
     progress: Progress,
 ) -> None:
-    """Tokenize all tasks that are not done yet."""
     state, stamps = work.state, [part.stamp() for part in parts]
     touched = state.part + (state.tasks > 0)
     for number in range(touched):

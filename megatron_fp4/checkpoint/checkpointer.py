@@ -179,7 +179,6 @@ class Checkpointer:
         return step == self._saved_step
 
     def folder(self, step: int) -> Path:
-        """The folder of the checkpoint of `step` steps, which need not exist."""
         return self.root / files.folder_name(step)
 
     # Saving

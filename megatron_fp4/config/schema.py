@@ -131,12 +131,10 @@ class ModelConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks: one per pattern character."""
         return len(self.pattern)
 
     @property
     def mamba_inner_dim(self) -> int:
-        """Width of the Mamba-2 mixer: heads times head dimension."""
         return self.mamba_num_heads * self.mamba_head_dim
 
 

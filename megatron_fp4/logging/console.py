@@ -79,11 +79,9 @@ class RunConsole:
             self._progress = None
 
     def table(self, table: Table) -> None:
-        """Print a table, above the bar if there is one."""
         self._print(table)
 
     def text(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
         self._print(printable(text))
 
     def event(self, step: int, text: str) -> None:

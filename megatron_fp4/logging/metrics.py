@@ -104,7 +104,6 @@ class StepMetrics:
 
     @property
     def spike(self) -> bool:
-        """Whether it was skipped although loss and norm were finite."""
         return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def curves(self) -> dict[str, float]:

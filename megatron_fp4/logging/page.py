@@ -268,7 +268,6 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _phases(run: RunFolder) -> list[Row]:
-    """Rows of the data phases: name, planned length, blend, and the steps so far."""
     been = {name: f"{first + 1:,} to {last:,}" for name, first, last in run.phases}
     forms = {"fraction": "{:.4g} of the run", "steps": "{:,} steps", "tokens": "{:,.0f} tokens"}
     rows: list[Row] = []

@@ -40,21 +40,17 @@ class RunFolder:
     state: dict[str, Any]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The records of a kind, in order."""
         return [record for record in self.records if record["kind"] == kind]
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """The training steps, at least one."""
         return self.of("step")
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """The events, in order."""
         return [record for record in self.of("event") if "event" in record]
 
     def happened(self, event: str) -> list[dict[str, Any]]:
-        """The events with this name, in order."""
         return [record for record in self.events if record["event"] == event]
 
     @cached_property

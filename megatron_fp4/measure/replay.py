@@ -227,5 +227,4 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(numbers: Tensor) -> Tensor:
-    """The sum of each number times its position, counted from 1."""
     return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()

@@ -145,7 +145,6 @@ class DryRun:
 
     @property
     def messages(self) -> Mapping[Message, int]:
-        """The collectives of the step, with their number."""
         return self.messages_of(self.micro_batches)
 
     def messages_of(self, micro_batches: int) -> Mapping[Message, int]:
@@ -232,7 +231,6 @@ def _ends(sent: Sequence[Message], by_fsdp: bool) -> Counter[Message]:
 
 
 def _micro_batches(config: Config, count: int) -> list[MicroBatch]:
-    """`count` micro-batches; where documents are masked, each row is one document."""
     shape, masked = (config.train.micro_batch_size, config.train.sequence_length), config.data.documents == "masked"
     batches = []
     for index in range(count):

@@ -111,7 +111,6 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The longest of the three bounds."""
         return max(self.compute + self.exposed, self.links, self.host)
 
     @property
@@ -236,7 +235,6 @@ def _check_folders(config: Config) -> None:
 
 
 def _smallest_gpu(config: Config, needed: int) -> str:
-    """Which GPU holds `needed` bytes, if none is named."""
     if config.parallel.gpu is not None:
         return ""
     *_, largest = by_memory = sorted(GPUS, key=lambda name: GPUS[name].memory)

@@ -130,7 +130,6 @@ class GemmOperand:
         return GemmOperand(part, None if self.scale is None else self.scale[segment], self.quantized)
 
     def unpacked(self) -> Tensor:
-        """The values, a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
@@ -250,7 +249,6 @@ class EmulatedBackend(Backend):
         self.sums = sums
 
     def packs(self, weight: Operand) -> bool:
-        """Whether the weight has 4-bit square blocks."""
         return in_square_blocks(weight)
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:

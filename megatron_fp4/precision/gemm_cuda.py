@@ -67,7 +67,6 @@ def scaled_matmul(
 def _multiply(
     out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, groups: RowGroups | None
 ) -> None:
-    """Write the product into `out`, or add it if `accumulate`."""
     (a, op_a, stride_a), (b, op_b, stride_b), library = left, right, _cublas()
     if library is None or not a.numel() or not b.numel():
         product = torch.mm(a, b, out_dtype=torch.float32)

@@ -61,7 +61,6 @@ class SectionRows:
 
     @property
     def size(self) -> int:
-        """Rows of a group that belong to these sections."""
         return sum(end - first for first, end in self.ranges)
 
 

@@ -114,7 +114,6 @@ class Plan:
 
     @property
     def num_quantized(self) -> int:
-        """Number of linears with at least one quantized operand."""
         return sum(row.recipe.quantized for row in self.rows)
 
     @property

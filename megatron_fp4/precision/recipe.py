@@ -88,7 +88,6 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
-        """Whether the tensor is quantized; otherwise the GEMM takes it in the compute dtype."""
         return self.format != "bf16"
 
     @property
@@ -189,12 +188,10 @@ class Recipe:
 
     @cached_property
     def operands(self) -> dict[OperandSlot, Operand]:
-        """The six operands by slot."""
         return {slot: self[slot] for slot in SLOTS}
 
     @cached_property
     def formats(self) -> frozenset[str]:
-        """The formats of quantized operands."""
         return frozenset(operand.format for operand in self.operands.values() if operand.quantized)
 
     @property

@@ -103,7 +103,6 @@ def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
 
 
 def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, RecipeConfig]]:
-    """As `recipes_by_key`, of the configurations."""
     found: list[tuple[str, RecipeConfig]] = [(key, precision)]
     for i, exception in enumerate(precision.exceptions):
         found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", recipe_of(exception)))

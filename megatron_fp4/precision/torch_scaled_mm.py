@@ -99,7 +99,6 @@ class PackedOperand:
 
     @property
     def form(self) -> _Format:
-        """The arguments of its format for `scaled_mm`."""
         return FORMATS[self.layout[0].format]
 
     def decoded(self) -> QuantizedTensor:
@@ -137,7 +136,6 @@ class TorchBackend(Backend):
     name = "torch"
 
     def packs(self, weight: Operand) -> bool:
-        """Whether the weight has NVFP4's square blocks."""
         return in_square_blocks(weight) and weight.format in FORMATS
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:

@@ -256,7 +256,6 @@ class TransformerEngineBackend(Backend):
         return alignment(recipe)
 
     def packs(self, weight: Operand) -> bool:
-        """Whether the weight has NVFP4's square blocks."""
         return in_square_blocks(weight) and weight.format == "nvfp4"
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:

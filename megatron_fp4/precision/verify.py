@@ -445,7 +445,6 @@ def _gathered_operands(
 
 
 def _gather_from_itself(message: Tensor) -> Any:
-    """A gather over this rank alone."""
     return SimpleNamespace(wait=lambda: message)
 
 

@@ -157,7 +157,6 @@ class NvidiaGPU:
         return unused.pop()
 
     def multiplies(self, x: Tensor) -> bool:
-        """Whether cuBLAS computes products of `x`."""
         return x.is_cuda
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -162,7 +162,6 @@ class Span:
         return Span(self.at // size if isinstance(self.at, int) else self.at[::size] // size, self.ranks)
 
     def part(self, part: slice) -> Span:
-        """A contiguous part of these positions."""
         return Span(self.at + part.start if isinstance(self.at, int) else self.at[part], self.ranks)
 
 
@@ -218,7 +217,6 @@ class RoundingKey:
     graph_generator: Callable[[Place], torch.Generator] | None = field(default=None, compare=False)
 
     def at(self, place: Place) -> RoundingKey:
-        """The same key for the draws of a tensor at `place`."""
         return replace(self, place=place)
 
     @property

@@ -66,12 +66,10 @@ class RowBlocks:
 
     @property
     def block(self) -> int:
-        """The size of a block: its rows, and its columns."""
         return BLOCKS[self.format]
 
     @property
     def blocks_per_group(self) -> int:
-        """Blocks of rows in a padded group."""
         return self.padded_group_rows // self.block
 
     def block_of(self, row: int) -> int:
@@ -81,7 +79,6 @@ class RowBlocks:
 
     @property
     def first_block(self) -> int:
-        """The number of the block of the part's first row."""
         return self.block_of(self.first)
 
     @property

@@ -58,7 +58,6 @@ class ExitCode(IntEnum):
 
     @property
     def state(self) -> str:
-        """Its name in `state.json`."""
         return self.name.lower()
 
 

@@ -316,7 +316,6 @@ class Report(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Its place in words."""
         return _words(self.step, self.phase)
 
 
@@ -463,7 +462,6 @@ _POOL = pools.__file__
 
 
 def _pooled() -> Iterator[tuple[threading.Thread, FrameType]]:
-    """The threads of pools (concurrent.futures), and their innermost frames."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)

@@ -119,7 +119,6 @@ class StopRequest:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the parent process has ended."""
         return os.getppid() != self._parent
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -182,7 +181,6 @@ class StopConditions:
 
     @property
     def stop(self) -> bool:
-        """Whether to stop after this step."""
         return self.why_stop is not None
 
     @property

@@ -398,11 +398,9 @@ class Trainer:
         return diagnose(self.model, batch, self.mesh, self.precision.step_state, *more)
 
     def samples(self, done: int) -> int:
-        """Number of samples of the first `done` steps."""
         return int(self.data.phases.samples_before(done))
 
     def tokens(self, done: int) -> int:
-        """Number of tokens of the first `done` steps."""
         return self.samples(done) * self.config.train.sequence_length
 
     def lr(self, step: int) -> float:

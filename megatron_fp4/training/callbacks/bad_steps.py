@@ -166,7 +166,6 @@ class Spikes(Callback):
         return Spike(result.loss, *loss, result.grad_norm, *norm, self.in_row, self.total)
 
     def last_checkpoint(self) -> int | None:
-        """The step of the checkpoint that a rollback goes back to, None without one."""
         return self.trainer.checkpointer.last_step()
 
     def _skip_or_roll_back(self, spike: Spike, done: int) -> None:

@@ -306,7 +306,6 @@ def report(trainer: Trainer, configs: Path) -> None:
 
 
 def _computation_facts(trainer: Trainer) -> dict[str, str | None]:
-    """The run's dtype, the backend of its GEMMs, and the peak that its speed is relative to."""
     backend, device = backend_of(trainer.config, trainer.models), trainer.mesh.device
     multiplied_by, peak = str(backend), peak_tflops(device)
     if backend.name == "emulated":
