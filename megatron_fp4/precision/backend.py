@@ -204,11 +204,6 @@ class Backend(ABC):
         The caller calls each once, the first before the second; a backend may quantize here or only in these calls.
         """
 
-    def in_parts(self, operand: Any, count: int) -> list[Any]:
-        """The operand as `count` operands of equal numbers of rows, whose values are ready for several GEMMs; the
-        operand alone if the backend or its number of rows does not allow it."""
-        return [operand]
-
     @abstractmethod
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None

@@ -285,14 +285,6 @@ class EmulatedBackend(Backend):
                 return make_stored, lambda: make(unkept, square, "columns").transposed()
         return make_stored, functools.partial(make, transposed, rows_kernels, "rows")
 
-    def in_parts(self, operand: GemmOperand, count: int) -> list[GemmOperand]:
-        """Parts of the values, which are unpacked once."""
-        if isinstance(operand.values, BlockScaled):  # its GEMM applies the scales
-            return [operand]
-        values = operand.unpacked()
-        parts = values.chunk(count) if values.shape[0] % (16 * count) == 0 else [values]
-        return [replace(operand, values=part) for part in parts]
-
     def gemm(
         self,
         a: GemmOperand,

@@ -25,8 +25,6 @@ overlap with work that does not need their results:
                                                                  wgrad
               (left of a bar is the collective, right of it the work that overlaps with it)
 
-A large y is computed in parts of its features, and the sums of one part are on their way while the next is computed.
-
 A slice is quantized before it is gathered, with the maximum of the complete tensor and with the draws for its position
 in it. So its codes are those of the complete tensor, and each rank sends a quarter of the bytes and does its share of
 the work. For the backward pass a rank keeps only its own slice of x. Slices that do not consist of complete blocks are
@@ -47,7 +45,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import BackendOperand, MakeOperand, RowGroups
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
-from megatron_fp4.precision.messages import Pending, start_all_gather, start_reduce_scatter
+from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
@@ -57,9 +55,6 @@ from megatron_fp4.precision.recipe import (
     OperandSlot,
 )
 from megatron_fp4.quantization.segments import Segments
-
-_LARGE = 2**24  # elements of a y that is scattered in parts: 32 MiB, which two GPUs exchange in 0.1 ms
-_PARTS = 2
 
 
 def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
@@ -102,35 +97,24 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool, segments: Segments | None
     ) -> Tensor:
         call = LinearCall(context, weight, x) if segments is None else GroupedCall(context, weight, x, segments)
-        kept, scattered = None, list[Pending]()
+        kept = scattered = None
         w_fprop, w_dgrad = call.weight_operands()
         make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
         overlaps = make_kept is not None and make_kept is not make_fprop  # otherwise fprop's operand is kept
         receive_x = _send(call, make_fprop, FPROP_ACTIVATION, async_op=overlaps)
         if make_kept is not None and "activation" in call.slices:
             kept = make_kept()  # while fprop's codes are gathered
-        x_fprop, w_parts = _in_parts(call, receive_x(), w_fprop)
-        parts, group, probe = list[Tensor](), context.sharding.out_tokens, context.probe
-        for w in w_parts:
-            y = call.padding.unpad_tokens(_product(call, "fprop", x_fprop, w, call.dtype))
-            if len(w_parts) == 1 and not context.sharding.keep_padding:
-                y = call.padding.unpad_outputs(y)
-            parts.append(y)
-            if len(w_parts) > 1 and probe is None:  # a reduction may overwrite y, which a probe reads
-                scattered.append(start_reduce_scatter(y, group, async_op=overlaps or w is not w_parts[-1]))
+        y = call.padding.unpad_tokens(_product(call, "fprop", receive_x(), w_fprop, call.dtype))
+        y = y if context.sharding.keep_padding else call.padding.unpad_outputs(y)
         ctx.observed = None
-        if probe is not None:
-            whole = y if len(parts) == 1 else torch.cat(parts, 1)
-            ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(whole))
-        if group is not None and not scattered:
-            scattered = [start_reduce_scatter(part, group, async_op=overlaps) for part in parts]
+        if (probe := context.probe) is not None:
+            ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
+        if (group := context.sharding.out_tokens) is not None:
+            scattered = start_reduce_scatter(y, group, async_op=overlaps)
         if make_kept is not None and kept is None:
             kept = make_kept()  # while y is reduced
         _save(ctx, call, weight, w_dgrad, kept, x if needs_wgrad else None)
-        if not scattered:
-            return y
-        sums = [part.wait() for part in scattered]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+        return y if scattered is None else scattered.wait()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -210,15 +194,6 @@ def _send(call: LinearCall, make: MakeOperand | None, slot: OperandSlot, async_o
         return make
     gather = functools.partial(start_all_gather, group=call.slices[slot.tensor], async_op=async_op)
     return make().gathered(gather, transposed=slot.transposed)
-
-
-def _in_parts(call: LinearCall, x: BackendOperand, w: BackendOperand) -> tuple[BackendOperand, list[Any]]:
-    """fprop's operands, w in parts of y's features if y is large and is scattered."""
-    is_whole = call.context.sharding.out_tokens is None or call.padding.row_groups or isinstance(call, GroupedCall)
-    if is_whole or call.padding.tokens * call.master.shape[0] < _LARGE:
-        return x, [w]
-    parts = call.backend.in_parts(w, _PARTS)
-    return (x if len(parts) == 1 else call.backend.in_parts(x, 1)[0]), parts
 
 
 def _product(

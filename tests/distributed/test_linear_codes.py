@@ -15,7 +15,6 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, PackedLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated, messages, torch_scaled_mm
-from megatron_fp4.precision import linear as linear_module
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.operands import LinearCall
@@ -182,35 +181,6 @@ def counted_messages(sent: list[Message]) -> Iterator[None]:
 
     with counted(GATHER, 0), counted(SCATTER, 1):
         yield
-
-
-def run_in_parts(rank: int) -> list[tuple[list[Any], list[Tensor], list[Message]]]:
-    """Operands of the GEMMs, results and messages of an output projection, computed as a whole and in parts."""
-    mesh, found = build_mesh(ParallelConfig(tensor=2), torch.device("cpu")), []
-    for large in (2**24, 0):
-        calls, sent = list[Any](), list[Message]()
-        linear_module._LARGE, linear_module._PARTS = large, 3
-        layer, x, dy = linear_on(mesh, "row", NVFP4, torch.float32)
-        with watched_gemms(lambda a, b, calls=calls: calls.append((operand(a), operand(b)))), counted_messages(sent):
-            y = layer(x)
-            y.backward(dy)
-        assert x.grad is not None and layer.weight.grad is not None
-        found.append((calls, [y.detach(), x.grad, whole(layer.weight.grad)], sent))
-    return found
-
-
-def test_a_large_result_is_scattered_in_parts_of_its_features() -> None:
-    """From the same codes; its parts are sent one after the other."""
-    for (calls, results, sent), (in_parts, part_results, part_sent) in launch(run_in_parts, 2):
-        (x, w), *backward = calls
-        assert len(in_parts) == 5 and all(torch.equal(a[0], x[0]) for a, _ in in_parts[:3])
-        assert torch.equal(torch.cat([b[0] for _, b in in_parts[:3]]), w[0])
-        assert all(torch.equal(b[1], w[1]) for _, b in in_parts[:3])
-        for pairs, others in zip(backward, in_parts[3:], strict=True):
-            assert all(torch.equal(one[0], other[0]) for one, other in zip(pairs, others, strict=True))
-        assert sent[0] == (SCATTER, 4 * TOKENS * 48) and sent[1:] == part_sent[3:]
-        assert part_sent[:3] == [(SCATTER, 4 * TOKENS * 16)] * 3
-        torch.testing.assert_close(part_results, results, rtol=1e-6, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
