@@ -113,6 +113,7 @@ def gathered_parameters(
 def _assert_gathered(model: nn.Module, *_: Any) -> None:
     sharded = sharded_model_of(model)
     assert sharded is not None and sharded.gathered, "a sharded model runs only inside `gathered_parameters`"
+    assert sharded.reasons == [codes.reasons for codes in sharded.codes], "recipes and probes are set before"
 
 
 class ShardedParameter:
@@ -229,8 +230,8 @@ class ShardedModel:
             for name in [name for name, parameter in module._parameters.items() if parameter is not None]
         ]
         self.gathered = False
-        self._codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
-        self._reasons: list[Any] | None = None  # what the current forms follow from
+        self.codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
+        self.reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
         self.ahead: int | None = None  # the version of weights that `gather_ahead` gathered for the next step
         self._buckets: list[list[ShardedParameter]] = [[]]
@@ -248,13 +249,13 @@ class ShardedModel:
         for parameter in self.parameters:  # initialization and loading may have replaced the shards
             parameter.shard = parameter.module._parameters[parameter.name]  # type: ignore[assignment]
         ahead, self.ahead = self.ahead, None
-        reasons = [codes.reasons for codes in self._codes]
-        if reasons != self._reasons:
+        reasons = [codes.reasons for codes in self.codes]
+        if reasons != self.reasons:
             ahead = None
             for parameter in self.parameters:
                 parameter.decide()
             as_codes = [p.codes for p in self.parameters if p.codes is not None and p.as_codes]
-            self._maxima, self._reasons = SharedMaxima(as_codes, self.mesh.shards), reasons
+            self._maxima, self.reasons = SharedMaxima(as_codes, self.mesh.shards), reasons
         if ahead is None or ahead != weights_version:
             self.gather_ahead()
         for parameter in self.parameters:

@@ -67,23 +67,23 @@ class FsdpModel:
                 if mesh.replica is not None:
                     module.set_all_reduce_hook(partial(tree_all_reduce, group=mesh.replica.group))
         self._weights = [weight for _, weights in self._units for weight in weights]
-        self.gathered = False
-        self._reasons: list[Any] | None = None  # what the current forms follow from
+        self.codes, self.gathered = [weight.codes for weight in self._weights], False
+        self.reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
         """Before the model runs: decide what FSDP2 gathers, and measure the maxima of blocks. A collective."""
         initialize_lazily(self._modules[0])  # type: ignore[arg-type]  # it may replace shards, so hooks are set after it
-        reasons = [weight.codes.reasons for weight in self._weights]
-        if reasons != self._reasons:
+        reasons = [codes.reasons for codes in self.codes]
+        if reasons != self.reasons:
             for unit, weights in self._units:
                 for weight in weights:
                     weight.decide()
                 only_codes = all(weight.as_codes for weight in weights)
                 unit.set_reshard_after_forward(self._reshard and not only_codes, recurse=False)
             as_codes = [weight.codes for weight in self._weights if weight.as_codes]
-            self._maxima, self._reasons = SharedMaxima(as_codes, self._mesh.shards), reasons
+            self._maxima, self.reasons = SharedMaxima(as_codes, self._mesh.shards), reasons
         # Set again each time, because loading may have replaced a shard.
         for gathered in (*self._in_fp32, *(weight for weight in self._weights if weight.as_codes)):
             gathered.parameter.set_hooks(gathered)

@@ -53,9 +53,9 @@ class Experts(Callback):
             for router in trainer.model.routers().values():
                 hook = router.register_forward_hook(lambda module, inputs, routing: chosen.append(routing.expert_tk))
                 stack.callback(hook.remove)
-            stack.enter_context(evaluation_mode(trainer.model))
             if in_bf16:
                 stack.enter_context(trainer.precision.other_recipes(lambda recipe: BF16))
+            stack.enter_context(evaluation_mode(trainer.model))  # gathers what the recipes need
             trainer.model(tokens, targets, **options)
         return chosen
 
