@@ -98,7 +98,7 @@ class OwnPiece(NamedTuple):
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The live tensors of a run, sharded. Writing into them changes the run."""
-    # In this order: model.state_dict() leaves an FSDP model sharded, as optimizer_state needs it.
+    # In this order: model.state_dict() leaves a model of FSDP2 sharded, as optimizer_state needs it.
     return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
 
 

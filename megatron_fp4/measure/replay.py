@@ -164,7 +164,7 @@ class Trace:
                         stack.callback(setattr, context, "probe", context.probe)
                         context.probe = _LinearTrace(self, context.name)
                 gathers = isinstance(module, FSDPModule) or module is model
-                if gathers:  # hooks on parameters must be set here, where FSDP has gathered them
+                if gathers:  # hooks on parameters must be set here, where they are gathered
                     see = partial(self._see_gradients, f"{name}." if name else "", set(), stack)
                     stack.callback(module.register_forward_pre_hook(see).remove)
                 see_outputs = partial(self._see_outputs, name or "the model (its loss)")

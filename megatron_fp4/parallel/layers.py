@@ -222,7 +222,7 @@ class OutputHead(nn.Module):
         """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp].
 
         only: int64, indices of the tokens that get logits; None: all. loss: its result is returned instead of logits.
-        It is called with all tokens [tokens, dim] and the weight, which FSDP gathers only during this forward pass; or,
+        It is called with all tokens [tokens, dim] and the weight, gathered maybe only during this forward pass; or,
         if the head is quantized, with the logits and None.
         """
         x_td = enter_tensor_parallel(x_td, self.mesh)

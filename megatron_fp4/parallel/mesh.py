@@ -2,7 +2,7 @@
 
     replicate x dp x tp        (the replicate axis only with hybrid sharding)
 
-Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold FSDP shards of the
+Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold other rows of the
 same slice and compute different micro-batches. Ranks along `replicate` hold the same shards and also compute different
 micro-batches. Code outside this package asks for a group by its purpose, not for an axis.
 """
@@ -65,7 +65,7 @@ class ParallelMesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The axis that FSDP2 shards over, after the axis of replicas if FSDP2 also sums over these."""
+        """The axis of shards, after the axis of replicas unless gradients are summed over these by a tree."""
         replicas = [] if self.reproducible else axes_of(self.device_mesh, "batch", without="rows")
         shards = axes_of(self.device_mesh, "rows")
         assert len(replicas) <= 1 and len(shards) == 1, f"FSDP2 cannot shard over {shards} and sum over {replicas}"

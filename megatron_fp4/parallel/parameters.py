@@ -1,10 +1,9 @@
 """Parameters as DTensors on the tensor-parallel axis, and how layers access their local part.
 
 A parameter is created as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. With several data-parallel
-ranks FSDP2 then also shards it over `dp` and gives the forward pass a gathered copy in the compute dtype. Layers work
-on the local tensor. The functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round it if
-FSDP2 has not, and return the gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in
-FP32.
+ranks it is then also sharded over `dp`, and the forward pass gets a gathered copy in the compute dtype. Layers work
+on the local tensor. The functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round a
+master, and return the gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in FP32.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def holds_first_copy(tensor: Tensor, mesh: ParallelMesh) -> bool:
 
 
 def global_offsets(parameter: Tensor) -> tuple[int, ...]:
-    """Where the local part of a (possibly FSDP-sharded) parameter starts in the global tensor, per dimension."""
+    """Where the local part of a (possibly sharded) parameter starts in the global tensor, per dimension."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
     (chunk,) = parameter.__create_chunk_list__()  # torch's method for checkpoints

@@ -188,7 +188,7 @@ class Backend(ABC):
 
     @abstractmethod
     def packs(self, weight: Operand) -> bool:
-        """Whether FSDP can gather this weight, whose codes are the same in fprop and dgrad, as codes."""
+        """Whether ranks can gather this weight, whose codes are the same in fprop and dgrad, as codes."""
 
     @abstractmethod
     def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:

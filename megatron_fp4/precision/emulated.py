@@ -16,7 +16,7 @@ A warning says once why a device does not use the kernels.
 On a GPU weights are kept as 4-bit codes, which take 0.56 bytes per parameter; values take 2. Square blocks rounded to
 nearest have the same codes along both dimensions (`quantization/square_blocks.py`), so fprop and dgrad use one packed
 copy, for all micro-batches of a step. A GEMM unpacks it to BF16 values, which are exact, and frees these afterwards.
-`packed_weight` makes the codes from this rank's complete weight, or FSDP gathers the codes that ranks made from their
+`packed_weight` makes the codes from this rank's complete weight, or ranks gather the codes that they made from their
 shards (`parallel/gathered_codes.py`); both have the same bits. On a CPU values are kept instead (`keeps_codes`),
 because unpacking is slow there compared with the GEMMs.
 """
@@ -162,7 +162,7 @@ def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Ca
 class PackedWeight:
     """A weight without its padding: codes uint8 [out, in / 2], block scales uint8 [out, in / block]; both contiguous.
 
-    blocks: how rows of the padded weight form blocks. exchanged: whether it is transposed. scale: for codes that FSDP
+    blocks: how rows of the padded weight form blocks. exchanged: whether it is transposed. scale: for codes that ranks
     gathered instead of a weight, the factor of their values, FP32 0-dim; None: 1. amax: the weight's, for NVFP4.
     """
 

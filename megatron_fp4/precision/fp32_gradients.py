@@ -1,10 +1,10 @@
 """How an autograd function uses a parameter: it computes with the local part and returns an FP32 gradient.
 
-Parameters are DTensors: FP32 master weights sharded by FSDP2, which gives the forward pass a BF16 copy. A function
+Parameters are DTensors: FP32 master weights, of which the forward pass gets a gathered BF16 copy. A function
 takes the DTensor itself and returns its gradient as an FP32 DTensor, so that nothing is rounded to BF16 between the
 GEMM and the optimizer; `to_local()` before the function would cast the gradient to the parameter's dtype.
 
-With one data-parallel rank there is no FSDP2 (parallel/data_parallel.py). The forward pass then gets the master weight
+With one data-parallel rank nothing is gathered (parallel/data_parallel.py). The forward pass then gets the master
 itself, which has an attribute that says how to round it first (`Rounding`).
 """
 
@@ -30,7 +30,7 @@ class Rounding:
 
 
 def rounding_of(parameter: Tensor) -> Rounding | None:
-    """How the forward pass must round `parameter`; None: it must not, or FSDP2 has rounded it."""
+    """How the forward pass must round `parameter`; None: it must not, or it was gathered rounded."""
     return getattr(parameter, "_rounding", None)
 
 

@@ -146,7 +146,7 @@ class LinearContext:
 
     @property
     def gathers_codes(self) -> bool:
-        """Whether FSDP can gather the weight as codes, and nothing needs its values."""
+        """Whether ranks can gather the weight as codes, and nothing needs its values."""
         probe_reads = self.probe is not None and getattr(self.probe, "reads_weights", True)
         packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
         return packs and self.watcher is None and not probe_reads and not self.parts
@@ -243,7 +243,7 @@ class LinearCall:
         self.device, self.dtype = x.device, x.dtype
         self._stored, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
-        self.weight_codes = codes_of(weight)  # if FSDP gathered codes, the master has no values
+        self.weight_codes = codes_of(weight)  # if codes were gathered, the master has no values
         sharding, self.alignment = context.sharding, self.backend.alignment(self.recipe)
         tokens = x.shape[0] * (1 if sharding.in_tokens is None else sharding.in_tokens.size())
         num_groups, section = sharding.num_groups, sharding.section
@@ -337,7 +337,7 @@ class LinearCall:
         """Both results of `weight_operands`, and whether they can be kept for a step."""
         if self.weight_codes is not None:
             fprop, dgrad = self.backend.weight_of_codes(self.weight_codes, self.recipe[FPROP_WEIGHT])
-            # FSDP's own tensors are not kept here: it frees them.
+            # Gathered codes themselves are kept where they are gathered, or freed there.
             return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
         as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
@@ -359,7 +359,7 @@ class LinearCall:
         dgrad = fprop = make_fprop()
         if not in_backward:
             dgrad = (self.from_fprop_operand(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
-        # An operand that is not quantized is FSDP's gathered copy, which must not be kept, or a rounded master weight.
+        # An operand that is not quantized is the gathered copy, which is kept elsewhere, or a rounded master weight.
         rounded = self.rounding is not None and self.rounding.kept and self._stored.dtype != self.dtype
         copied = (fprop.quantized and dgrad.quantized) or (rounded and self.context.keeps_rounded)
         same = self._same_all_step(FPROP_WEIGHT) and (in_backward or self._same_all_step(DGRAD_WEIGHT))

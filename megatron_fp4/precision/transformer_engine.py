@@ -14,8 +14,8 @@ are DTensors, and weights are quantized once per step.
 MXFP8's columnwise data is not transposed: it is [n, m] with one scale for 32 rows. Quantizers may write NVFP4 scales in
 the order that cuBLAS reads (`optimize_for_gemm`); `NativeOperand.decoded` returns them in their plain order.
 
-FSDP gathers weights in 16x16 blocks as codes. The project's own kernels quantize each shard of these, because
-Transformer Engine's kernels take only complete blocks and FSDP cuts between any two rows. The codes are the same (the
+Ranks gather weights in 16x16 blocks as codes. The project's own kernels quantize each shard of these, because
+Transformer Engine's kernels take only complete blocks and ranks cut between any two rows. The codes are the same (the
 self-test compares them). Gathered codes are put into the layout of the table, with scales in cuBLAS's order.
 
 Two things differ from the emulated backend: the order of accumulation, and the draws of stochastic rounding.

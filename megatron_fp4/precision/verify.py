@@ -431,7 +431,7 @@ def _output_scale(a: Any, b: Any) -> Tensor:
 def _gathered_operands(
     backend: Backend, case: Case, context: LinearContext, made: Mapping[OperandSlot, Any], device: torch.device
 ) -> Iterator[tuple[OperandSlot, Any]]:
-    """Operands from gathered codes, here gathered from a single rank: weights as by FSDP, and slices of the tokens."""
+    """Operands from gathered codes, here gathered from a single rank: weights, and slices of the tokens."""
     if context.gathers_codes:
         x, w, _ = sample_tensors(case, device)
         call = LinearCall(context, w, x)

@@ -83,7 +83,7 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters that `optimizer` updates, in the same order on all ranks; with FSDP, the shards."""
+    """The parameters that `optimizer` updates, in the same order on all ranks; the shards, if there are any."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -65,7 +65,7 @@ class ModelProvider(Protocol):
         """A model with uninitialized parameters, on the default device.
 
         model(tokens, targets, ...) returns the micro-batch's mean loss over the targets that count, FP32 0-dim. Its
-        attributes and methods: `blocks`, `embedding` and `head`, the units of FSDP; `linears()`, name and module of
+        attributes and methods: `blocks`, `embedding` and `head`, FSDP2's units; `linears()`, name and module of
         every linear of `linear_shapes`, with the precision plan in `module.context`; `fp32_units()`, modules whose
         parameters stay FP32 in the forward pass; `routers()`, the modules that balance experts, by name of their
         block; `autotuned_mixers()`, one module of each kind that has autotuned

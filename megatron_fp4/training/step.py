@@ -1,6 +1,6 @@
 """One training step: `accumulate` the gradient over micro-batches, then `update` the weights, or skip the step.
 
-Besides the collectives of the model and FSDP, a step has two: a sum over the tensor axis (only with sequence
+Besides the collectives of the model and its parameters, a step has two: a sum over the tensor axis (only with sequence
 parallelism), and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and requests of ranks (to stop, to
 save, ...). All ranks get the same numbers, so they clip, skip and stop alike. Reading these numbers is the step's only
 host sync. It must not stall the device: the device decides whether to update and by how much to clip, and the host
