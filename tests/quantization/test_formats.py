@@ -15,13 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_fp4.planning.dry_run import AllocatingGPU, planned_gpu
 from megatron_fp4.precision.backend import OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EMULATED, packed_weight, quantize_operand, side_of
+from megatron_fp4.precision.grouped_gemm import multiply_rows, multiply_weights
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.sums import blackwell_product
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as SCALED_MM_FORMATS
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import WHOLE, rounding_key
+from megatron_fp4.quantization.segments import Segments
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
 ALONG = ("columns", "rows")
@@ -106,6 +109,10 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
         for name in ("nvfp4", "mxfp4"):
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
             assert packed_weight(x, WHOLE, request, RowGroups(128, 128)).unpacked().shape == (128, 128)
+        segments = Segments.of_equal(64, 2, x.device).padded_to(16)
+        multiply_rows(x, x, None, None, segments, x.dtype, per_expert=(64, 128))
+        multiply_weights(x.t(), x.t(), None, None, segments, None)
+        blackwell_product(x, x, torch.empty(()), x.dtype)
         for kernel, arguments, constants in started:
             parameters, constant_names = known[kernel.name]
             assert len(arguments) == len(parameters), kernel
@@ -116,7 +123,8 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
         # How each kernel is compiled: its numbers depend on fusion, its speed on warps.
         assert {kernel.name for kernel in seen if kernel.enable_fp_fusion} == {"fp8.matmul_fp8_kernel"}
         warps = {kernel.name: kernel.num_warps for kernel in seen if kernel.num_warps != 4}
-        assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_fp8_kernel": 8}
+        grouped = dict.fromkeys(("grouped_gemm.rows_kernel", "grouped_gemm.weights_kernel"), 8)
+        assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_fp8_kernel": 8, **grouped}
         assert {kernel.name for kernel in seen if kernel.types is not None} == {
             *(f"fp4.{name}_kernel" for name in ("measure", "quantize_columns", "quantize_rows", "unpack")),
             *(f"square_blocks.{name}_kernel" for name in ("maxima", "quantize", "unpack")),
