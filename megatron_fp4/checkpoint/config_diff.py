@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.compose import as_saved
-from megatron_fp4.config.removed_keys import leaves, removed_values, renewed
+from megatron_fp4.config.removed_keys import leaves, renewed
 from megatron_fp4.config.schema import Config, ConfigError, ScheduleConfig
 from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.optimizer import WSDSchedule
@@ -71,7 +71,7 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     out if the switch has another target, because that change explains them.
     """
     now = json.loads(json.dumps(as_saved(config)))
-    changes = [*_differences("", config, renewed(saved), now), *(Change(*value) for value in removed_values(saved))]
+    changes = list(_differences("", config, renewed(saved), now))
     hidden: tuple[str, ...] = _OF_A_START
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
         hidden += ("after_switch",)

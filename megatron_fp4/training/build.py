@@ -18,7 +18,6 @@ import torch
 
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
@@ -86,7 +85,7 @@ def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
     if any(HEAD in exception.names for precision in precisions.values() for exception in precision.exceptions):
         sizes = model.num_blocks, model.hidden_dim, model.vocab_size
         shapes = [*shapes, LinearShape(HEAD, *sizes, input_key="model.hidden_dim", title="the output head")]
-    for key, precision in precisions_by_key(config).items():
+    for key, precision in precisions.items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
         plans[key] = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
         check_sizes(plans[key], config.parallel.tensor, config.precision.backend)
@@ -280,8 +279,7 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
 
 def load_data(data: Any, state: Mapping[str, Any], start: int) -> None:
     """Move opened `data` to the position after `start` steps, from a checkpoint's trainer state. Raises ValueError if
-    the checkpoint is of other data or batches, or of a run with a removed feature."""
-    refuse_removed(state.get("config", {}))
+    the checkpoint is of other data or batches."""
     data.loader.load_state_dict(state["loader"])
     consumed = data.loader.consumed_samples
     if (expected := data.phases.samples_before(start)) != consumed:
