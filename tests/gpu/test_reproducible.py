@@ -25,6 +25,7 @@ MESHES = {
 
 def _on_a_rank(rank: int, overrides: list[str], folder: Path) -> list[tuple[float, float]]:
     set_determinism(True)
+    torch.cuda.set_device(0)  # otherwise building a mesh chooses a GPU for each rank
     kernels = Kernels(folder.parent / "kernels")  # otherwise each process would tune its own kernels
     return trained(overrides, folder, device="cuda:0", callbacks=[kernels])[1]
 
