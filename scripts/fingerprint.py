@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, str]] = {
     "nvfp4_all_the_way": (1, "precision=nvfp4_all_the_way"),
     "nvfp4_nemotron_3": (1, "precision=nvfp4_nemotron_3"),
     "nvfp4_best": (1, "precision=nvfp4_best"),
-    "sections": (1, "precision=nvfp4 precision.exceptions=[{names: ['*.in_proj'], sections: [z], precision: mxfp8}]"),
+    "sections": (1, "precision=nvfp4 precision.exceptions=[{{names:['*.in_proj'],sections:[z],precision:mxfp8}}]"),
     "switch forward": (1, "precision.switch.scope=forward precision.switch.when=3"),
     "switch backward": (1, "experiment=qaf"),
     "switch to mxfp8": (1, "precision.switch.target=mxfp8 precision.switch.when=0.5"),
