@@ -564,9 +564,7 @@ def _firsts(number: int) -> range:
 
 
 def write_dataset(
-    prefix: str | Path,
-    documents: Iterable[Sequence[int] | np.ndarray],
-    dtype: np.dtype[Any] | type[np.integer[Any]],
+    prefix: str | Path, documents: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype[Any] | type[np.integer[Any]]
 ) -> None:
     """Write documents, integers [num_tokens] each, as a dataset of `dtype` in which each document is one sequence. The
     `.idx` is written last, so an incomplete dataset cannot be opened."""

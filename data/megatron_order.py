@@ -209,13 +209,7 @@ class MegatronSource(Samples):
     order = "megatron"
 
     def __init__(
-        self,
-        name: str,
-        stream: TokenSource,
-        seq_length: int,
-        seed: int,
-        vocab_size: int,
-        split: Sequence[float] | None,
+        self, name: str, stream: TokenSource, seq_length: int, seed: int, vocab_size: int, split: Sequence[float] | None
     ) -> None:
         self._sequences = split_range(split, 0, stream.num_sequences)
         borders = stream.sequence_offsets(*self._sequences)

@@ -132,11 +132,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         name: {"hidden_act": activation, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
         for name, activation in ((ARCEE, "relu2"), (LLAMA, "silu"))
     },
-    NEMOTRON_H: {
-        "tie_word_embeddings": False,
-        "residual_in_fp32": False,
-        "num_nextn_predict_layers": 0,
-    },
+    NEMOTRON_H: {"tie_word_embeddings": False, "residual_in_fp32": False, "num_nextn_predict_layers": 0},
 }
 # A key of nemotron_h -> its name in the configurations of other programs.
 _ELSEWHERE = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}

@@ -186,12 +186,7 @@ vocabulary has {model.vocab_size:,} rows: where the tensor-parallel size asks fo
 
 
 def import_megatron(
-    folder: Path,
-    checkpoint: Path,
-    config_dir: Path,
-    *,
-    overrides: Sequence[str] = (),
-    tokenizer: Path | None = None,
+    folder: Path, checkpoint: Path, config_dir: Path, *, overrides: Sequence[str] = (), tokenizer: Path | None = None
 ) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, from what Megatron-LM saved to `folder`; returns its `model` settings.
     The checkpoint appears only when it is complete. Weights are converted to FP32 masters exactly.

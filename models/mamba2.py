@@ -393,11 +393,7 @@ class Mamba2(Mixer):
 
     def decode(self, x_td: Tensor, cache: SimpleNamespace, new: NewTokens) -> Tensor:
         z, xbc, dt, weight_ck, bias_c = self._split_sections(
-            self.in_proj.layout,
-            new.length,
-            self.num_local_groups,
-            *self.conv.local_parameters(),
-            *self.in_proj(x_td),
+            self.in_proj.layout, new.length, self.num_local_groups, *self.conv.local_parameters(), *self.in_proj(x_td)
         )
         xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
         inputs = self._scan_inputs(xbc, dt, *self.ssm.local_parameters())

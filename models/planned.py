@@ -6,7 +6,6 @@ Nearly all of these kernels save their inputs and recompute the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,16 +126,9 @@ def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None
 class EvenSegments(Segments):
     """All experts have as many tokens, because fake tensors have no counts."""
 
-    @functools.cached_property
-    def sizes(self) -> list[tuple[slice, slice]]:
+    def counts_on_host(self) -> list[int]:
         count, rest = divmod(self.rows, len(self.counts))
-        found, start, padded_start = list[tuple[slice, slice]](), 0, 0
-        for number in range(len(self.counts)):
-            end = start + count + (number < rest)
-            padded_end = padded_start + -(-(end - start) // self.multiple) * self.multiple
-            found.append((slice(start, end), slice(padded_start, padded_end)))
-            start, padded_start = end, padded_end
-        return found
+        return [count + (number < rest) for number in range(len(self.counts))]
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:

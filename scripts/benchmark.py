@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data.loader import MicroBatch
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
@@ -50,7 +51,6 @@ from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import graphs_for, initialized_model, join_ranks
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import accumulate, update
 from models import provider as model_provider
 from pretrain import CONFIGS, configure
@@ -177,20 +177,17 @@ def median_milliseconds(function: Callable[[], Any], device: torch.device, itera
 # parallel
 
 
-def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]:
+def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[Any]:
     """This rank's micro-batches of a step, with random tokens; for a GPU in pinned memory, as from the loader. If
     documents are masked, each row is one document."""
-    rows, length = config.train.micro_batch_size, config.train.sequence_length
-    num_targets = None if config.data.boundary_loss else rows * length
+    shape, masked = (config.train.micro_batch_size, config.train.sequence_length + 1), config.data.documents == "masked"
     batches = []
-    for index in range(mesh.batch.rank, config.train.global_batch_size // rows, mesh.batch.size):
+    for index in range(mesh.batch.rank, config.train.global_batch_size // shape[0], mesh.batch.size):
         generator = torch.Generator().manual_seed(index)
-        text = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
-        parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.zeros(rows, length, dtype=torch.int32)]
-        if mesh.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        documents, count = (parts[2], rows) if config.data.documents == "masked" else (None, None)
-        batches.append(MicroBatch(index, parts[0], parts[1], documents, count, num_targets))
+        text = torch.randint(config.model.vocab_size, shape, generator=generator)
+        documents = torch.zeros(shape, dtype=torch.int32) if masked else None
+        batch = MicroBatch.of(index, text, documents, config.data.boundary_loss)
+        batches.append(batch.pin_memory() if mesh.device.type == "cuda" else batch)
     return batches
 
 

@@ -44,16 +44,7 @@ from inference.agreement import (
     open_windows,
     recorded_losses,
 )
-from inference.models import (
-    DTYPES,
-    Model,
-    as_folder,
-    device_named,
-    in_one_line,
-    models_of,
-    open_folder,
-    tokenizers_of,
-)
+from inference.models import DTYPES, Model, as_folder, device_named, in_one_line, models_of, open_folder, tokenizers_of
 from inference.tasks import load_tasks, prepare_environment
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_text

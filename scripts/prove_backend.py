@@ -55,25 +55,10 @@ from megatron_fp4.precision.backend import Backend, first_line
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import (
-    GEMMS,
-    SLOTS,
-    OperandSlot,
-    Recipe,
-    recipe_from_config,
-    rounded_to_nearest,
-)
+from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, rounded_to_nearest
 from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.verify import (
-    Case,
-    Finding,
-    check,
-    difference,
-    makers_of,
-    padded_tensors,
-    sample_tensors,
-)
+from megatron_fp4.precision.verify import Case, Finding, check, difference, makers_of, padded_tensors, sample_tensors
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
 from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check as check_config

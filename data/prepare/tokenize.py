@@ -189,10 +189,7 @@ def encode_in_processes(
         return
     context = multiprocessing.get_context("spawn")
     waiting: deque[tuple[Place, Future[Encoded]]] = deque()
-    with (
-        tempfile.NamedTemporaryFile() as file,
-        ProcessPoolExecutor(number, context, _start, (file.name,)) as pool,
-    ):
+    with tempfile.NamedTemporaryFile() as file, ProcessPoolExecutor(number, context, _start, (file.name,)) as pool:
         # As an argument the encoder would not fit into the pipe of a new process: each start would wait until the
         # process has imported everything.
         pickle.dump(encoder, file)

@@ -415,11 +415,7 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
     composed: a configuration that can be resolved. path: its key.
     """
     texts: dict[str, str] = {}
-    asked: list[str] = []
-
-    def env(key: str, *default: Any) -> Any:
-        asked.append(key)
-        return _environment_value(key, *default)
+    earlier = {*LOOKED_UP}
 
     def walk(node: Any, key: str) -> None:
         if isinstance(node, dict):
@@ -431,17 +427,17 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
             for index, inner in enumerate(node):
                 walk(inner, f"{key}[{index}]")
         elif "${" in str(node):
-            asked.clear()
+            earlier.update(LOOKED_UP)
+            LOOKED_UP.clear()
             if OmegaConf.is_config(value := OmegaConf.select(composed, key)):
                 OmegaConf.to_container(value, resolve=True)
-            if asked:
+            if LOOKED_UP:
                 texts[f"{path}.{key}".lstrip(".")] = node
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
     try:
         walk(OmegaConf.to_container(composed), "")
     finally:
-        OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
+        LOOKED_UP.update(earlier)
     return texts
 
 

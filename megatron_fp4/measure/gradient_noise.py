@@ -79,10 +79,7 @@ def bf16_backward(recipe: Recipe) -> Recipe:
 
 
 def gradient_noise(
-    model: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    mesh: ParallelMesh,
-    controller: PrecisionController,
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, controller: PrecisionController
 ) -> GradientNoise:
     """Compute the gradient of the controller's step twice, without an update; see the top of this file. A collective.
 

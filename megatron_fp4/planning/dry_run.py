@@ -362,11 +362,7 @@ class _Watch:
     """Measures what is alive before and after every forward pass of the model; the last one counts."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        linears: Mapping[str, LinearContext],
-        ledger: Ledger,
-        optimizer: torch.optim.Optimizer,
+        self, model: nn.Module, linears: Mapping[str, LinearContext], ledger: Ledger, optimizer: torch.optim.Optimizer
     ) -> None:
         self.model, self.linears, self.ledger = model, linears, ledger
         self.parameters = optimizer_parameters(optimizer)

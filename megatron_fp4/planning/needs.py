@@ -396,12 +396,7 @@ def hidden_share(message: Message) -> float:
 
 
 def step_time(
-    config: Config,
-    models: ModelProvider,
-    ranks: int,
-    dry: DryRun,
-    phase: PlannedPhase,
-    plans: tuple[Plan, Plan | None],
+    config: Config, models: ModelProvider, ranks: int, dry: DryRun, phase: PlannedPhase, plans: tuple[Plan, Plan | None]
 ) -> StepTime:
     """The bounds of a step of `phase` on `ranks` ranks, before the precision switch.
 

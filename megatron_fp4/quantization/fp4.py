@@ -324,22 +324,14 @@ class FusedFourOverSix(FusedFP4):
         rows, columns = self._shape
         layouts = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
         codes, scales = new_pair(*layouts, self.x.device)
-        pairs, segmented, blocks = (
-            self.x.to(torch.bfloat16).view(torch.int32),
-            self._segments is not None,
-            columns // 16,
-        )
-        blocks, programs = (blocks, rows) if segmented else (rows * blocks, 1)
+        pairs, segmented = self.x.to(torch.bfloat16).view(torch.int32), self._segments is not None
+        blocks, programs = (columns // 16, rows) if segmented else (rows * (columns // 16), 1)
         tensors = codes.view(torch.int64), scales, self._amax.view(torch.float32), self.scales["columns"]
         launch(
             _FOUR_OVER_SIX,
             (-(-blocks // _FOUR_OVER_SIX_BLOCKS) * programs,),
             (pairs, *tensors, blocks, *self._rows),
-            {
-                "SEGMENTED": segmented,
-                "SQUARED": side.four_over_six == "squared",
-                "BLOCKS": _FOUR_OVER_SIX_BLOCKS,
-            },
+            {"SEGMENTED": segmented, "SQUARED": side.four_over_six == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
         )
         packed = PackedRows(codes, scales)
         return packed if keep else packed.values()

@@ -85,11 +85,9 @@ class Segments:
     @functools.cached_property
     def padded_starts(self) -> Tensor:
         """`starts` with the padding."""
-        return (
-            self.starts
-            if self.multiple == 1
-            else _starts((self.counts + (self.multiple - 1)) // self.multiple * self.multiple)
-        )
+        if self.multiple == 1:
+            return self.starts
+        return _starts((self.counts + (self.multiple - 1)) // self.multiple * self.multiple)
 
     @functools.cached_property
     def segment_of(self) -> Tensor:
@@ -140,11 +138,15 @@ class Segments:
         segment = torch.searchsorted(starts[1:], tile, right=True).clamp(max=len(counts) - 1)
         return segment, (tile - starts[segment]) * size
 
+    def counts_on_host(self) -> list[int]:
+        """`counts` as numbers."""
+        return [self.equal] * len(self.counts) if self.equal else self.counts.tolist()
+
     @functools.cached_property
     def sizes(self) -> list[tuple[slice, slice]]:
         """The rows of each segment without and with padding. Waits for the device, unless they are `equal`."""
         found, start, padded_start = [], 0, 0
-        for count in [self.equal] * len(self.counts) if self.equal else self.counts.tolist():
+        for count in self.counts_on_host():
             padded = -(-count // self.multiple) * self.multiple
             found.append((slice(start, start + count), slice(padded_start, padded_start + padded)))
             start, padded_start = start + count, padded_start + padded
