@@ -312,7 +312,6 @@ def _past_phases(phases: Phases, consumed: int) -> list[tuple[Any, ...]]:
 
 
 def _future_phases(phases: Phases, consumed: int) -> list[dict[str, Any]]:
-    """The phases after the consumed samples."""
     return [
         {**phase, "start": max(phase["start"], consumed), "blend_start": 0, "first_step": 0}
         for phase in phases
@@ -321,7 +320,6 @@ def _future_phases(phases: Phases, consumed: int) -> list[dict[str, Any]]:
 
 
 def _phases_text(phases: Phases, end: int | None = None) -> str:
-    """The phases as text, up to sample `end`."""
     found = []
     for phase in phases:
         last = phase["end"] if end is None else min(phase["end"], end)

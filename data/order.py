@@ -151,7 +151,6 @@ class DocumentOrder:
         return self._stream.num_tokens if group == self._num_groups else group * _RUNS_IN_GROUP * self._run
 
     def _first_window(self, group: int) -> int:
-        """The first window that begins in a group."""
         if group == self._num_groups:
             return self.num_windows
         return min(-(-self._group_start(group) // self._seq_length), self.num_windows)
@@ -362,7 +361,6 @@ class SampleSource(Samples):
             files = more
 
     def _order_of(self, first: int, end: int) -> Order:
-        """The order of the files [first, end)."""
         # repr(), because a name with "/" in it could otherwise give the key of another (seed, name, epoch).
         key = f"{self.seed}/{self.name!r}"
         whole = (first, end) == (0, len(self.stream.parts))

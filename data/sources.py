@@ -125,8 +125,6 @@ def _plain_prefixes(key: str, values: Mapping[str, Any]) -> dict[str, list[str]]
 
 
 def _refuse_shared(trained: Mapping[str, list[str]], held_out: Mapping[str, list[str]]) -> None:
-    """Raise ValueError for a prefix in both training and validation data."""
-
     def real(prefix: str) -> str:
         return prefix if is_url(prefix) else os.path.realpath(f"{prefix}.idx")
 

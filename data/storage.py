@@ -260,13 +260,11 @@ def _read_cached(path: Path, size: int, first: int, last: int) -> bytes | None:
 
 
 def _hashes(content: bytes) -> bytes:
-    """The hashes of each _HASHED_BYTES of a block, joined."""
     pieces = (content[at : at + _HASHED_BYTES] for at in range(0, len(content), _HASHED_BYTES))
     return b"".join(hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest() for piece in pieces)
 
 
 def _version_of(info: dict[str, Any]) -> str:
-    """Size and version of an object, from what its store says about it."""
     return f"{info.get('size')} {next((info[name] for name in _VERSIONS if info.get(name)), '')}"
 
 

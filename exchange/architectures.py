@@ -98,7 +98,6 @@ def _fixed(name: str, pattern: str) -> dict[str, Any]:
 
 
 def _published() -> Iterator[tuple[str, HuggingFaceBlock]]:
-    """Letter and form of every kind of block of nemotron_h."""
     forms = ((letter, mixer.hugging_face) for letter, mixer in MIXERS.items())
     return ((letter, form) for letter, form in forms if form is not None and form.types)
 

@@ -256,7 +256,6 @@ class Exports(Callback):
         return {"step": step, "manifest_sha256": digest, "format": self.trainer.config.checkpoint.export_format}
 
     def _poll(self) -> None:
-        """Record the result of an export that has ended, and start the waiting one."""
         if self._running is not None and self._running.process.poll() is not None:
             (step, process, output, began), self._running = self._running, None
             with output:

@@ -102,7 +102,6 @@ def export_hf(
 def _encoded(
     checkpoint: Checkpoint, sections: Sections, dtype: torch.dtype, nvfp4: NVFP4Weights | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for all tensors of the folder, parameter by parameter."""
     written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
     rows = {} if nvfp4 is None else nvfp4.trained.nvfp4_linears()
     for name, parts in sections.items():
@@ -245,7 +244,6 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
 
 
 def _weights(dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
-    """The format of the weights, for the model card."""
     if nvfp4 is None:
         return f"Weights are the FP32 masters in {_name(dtype)}; A_log, D and dt_bias are in float32."
     trained = nvfp4.trained

@@ -360,7 +360,6 @@ class MegatronFolder:
 
 
 def _iteration_in(folder: Path) -> Path:
-    """`folder` itself, or the iteration that its tracker file names."""
     if not folder.is_dir():
         raise ValueError("it is not a folder; give the folder of --save, or an iter_* folder in it")
     tracker = folder / TRACKER

@@ -274,7 +274,6 @@ def _scores_of(results: Mapping[str, Any]) -> dict[Metric, Score]:
 
 
 def _tasks_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was run of each task. results: of lm-eval."""
     tasks = {}
     for task, samples in results["samples"].items():
         keys = dict.fromkeys(_key(sample) for sample in samples)

@@ -118,7 +118,6 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Prepare the data, and print the summary and the overrides for pretrain.py."""
     _check_options(options)
     tokenizer: TextTokenizer | NewTokenizer
     if options.train_tokenizer is not None:
@@ -186,7 +185,6 @@ def _overrides(done: Prepared, tokenizer: str) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    """A value in Hydra's grammar, quoted if it has special characters."""
     text = str(value)
     return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", "\\'") + "'"
 

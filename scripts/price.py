@@ -163,7 +163,6 @@ def _parameters(config: Config) -> int:
 
 
 def _check_starts(checkpoints: Sequence[Path], configs: Sequence[Config]) -> None:
-    """Raise ValueError if the runs of the checkpoints differ in more than the seed."""
     from analysis.runs import differences, settings_of
 
     settings = [settings_of(as_saved(config)) for config in configs]

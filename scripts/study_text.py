@@ -162,7 +162,6 @@ def download(sources: list[Source], wheels: Path) -> None:
 
 
 def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
-    """(path, content) of the wanted files in the source's wheel, sorted by path."""
     hashes = {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in wheels.glob(source.wheel)}
     if (wheel := hashes.get(source.sha256)) is None:
         raise ValueError(f"{wheels / source.wheel} has another sha256 than {source.sha256}; remove it, so pip gets it")
@@ -181,7 +180,6 @@ def commit_listing(source: Source, checkouts: Path) -> list[str]:
 
 
 def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
-    """(path, content) of the wanted files in the source's commit, sorted by path."""
     entries = [line.partition("\t")[::2] for line in commit_listing(source, checkouts) if line.startswith("100")]
     wanted = sorted((path, about.split()[2]) for about, path in entries if source.wants(path))
     git = ["git", "-C", str(checkouts / source.name)]
@@ -233,7 +231,6 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _is_for_readers(text: str, kind: str) -> bool:
-    """Whether the text looks as if it was written for readers."""
     content = text.encode()
     size = len(content)
     if not _MIN_BYTES <= size <= _MAX_BYTES or b"\0" in content:

@@ -301,7 +301,6 @@ def _remedy(state: State) -> str:
 
 
 def _check(state: State, options: Options, splits: Sequence[str]) -> None:
-    """Raise ValueError for too many malformed records, or a split without documents."""
     _check_malformed(state, options, at_end=True)
     if not all(state.counts[split].documents for split in splits):
         train, held_out = (state.counts[split].documents for split in SPLITS)
@@ -314,7 +313,6 @@ def _check(state: State, options: Options, splits: Sequence[str]) -> None:
 def _write_indices(
     tokenizer: TextTokenizer, options: Options, work: WorkFolder, splits: Sequence[str], source: dict[str, Any]
 ) -> None:
-    """The index and the facts of each split, in the work folder."""
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     facts: dict[str, Any] = {
         "dtype": dtype.name,

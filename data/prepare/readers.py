@@ -273,7 +273,6 @@ def _line_tasks(path: Path, field: str) -> Tasks:
 
 
 def _document_tasks(paths: Sequence[Path]) -> Tasks:
-    """The tasks of text files; small files share a task."""
     files: list[tuple[str, str]] = []
     size = position = 0
     for path in paths:

@@ -232,6 +232,5 @@ def _encode(task: Task) -> Encoded:
 
 
 def _exit_with_parent(sentinel: int) -> None:
-    """End this process when its parent ends."""
     wait([sentinel])
     os._exit(1)

@@ -200,8 +200,6 @@ def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], 
 
 
 class _HashingFile:
-    """A file that hashes what is written to it."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = hashlib.sha256()

@@ -68,7 +68,6 @@ def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tu
 
 
 def _batch_sizes(config: Config) -> dict[str, int]:
-    """The global batch sizes of the run and of its phases, by their keys."""
     sizes = {"train.global_batch_size": config.train.global_batch_size}
     for index, phase in enumerate(config.data.phases):
         if phase.global_batch_size is not None:

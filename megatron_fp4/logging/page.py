@@ -293,7 +293,6 @@ def _sources(run: RunFolder) -> list[Row]:
 
 
 def _checkpoints(run: RunFolder) -> list[Row]:
-    """Rows of the checkpoints that are there: step, size, and when it was written."""
     rows: list[Row] = []
     for folder in list_checkpoints(run.path / "checkpoints"):
         size = sum(path.stat(follow_symlinks=False).st_size for path in folder.iterdir())
@@ -316,7 +315,6 @@ def _scores(run: RunFolder) -> list[Row]:
 
 
 def _plan(run: RunFolder) -> list[Row]:
-    """Rows of the recipes: name, number of linears, reasons, and the operands of each GEMM."""
     plan = run.facts.get("plan", {})
     linears = list(plan.get("linears", {}).values())
     rows: list[Row] = []
@@ -351,7 +349,6 @@ def _events(run: RunFolder) -> list[Row]:
 
 
 def _texts(run: RunFolder) -> list[Row]:
-    """Rows of the model's last texts: step, prompt, continuation."""
     return [
         [f"{record['step']:,}", str(sample["prompt"]), str(sample["text"] or "(not finite)")]
         for record in run.happened("text")[-1:]

@@ -294,12 +294,10 @@ def _savings(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _of_checkpoint(config: Config, start: int) -> str:
-    """The beginning of an error message about the checkpoint that the run starts from."""
     return f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "
 
 
 def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
-    """Which share of the model has which recipe, before the precision switch and after it."""
     before, after = plans_of(config, models)
     yield f"precision: {plan_shares(before)}"
     if warning := before.warning(config.precision.name):
@@ -311,7 +309,6 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
 
 
 def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
-    """What takes the memory of a rank: name -> size in GiB."""
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
     if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
         unreduced += "; none with parallel.reduce_gradients=each"
@@ -364,7 +361,6 @@ def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, 
 def _time_facts(
     config: Config, models: ModelProvider, ranks: int, times: Sequence[tuple[PlannedPhase, StepTime]]
 ) -> dict[str, object]:
-    """FLOPs, the time of the run, and what is assumed."""
     run, parallel, length = config.run, config.parallel, config.train.sequence_length
     per_token, flops = models.training_flops_per_token(config.model, length), 0
     for phase, _ in times:

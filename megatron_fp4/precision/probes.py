@@ -120,7 +120,6 @@ def describe(gemm: Gemm, device: torch.device) -> dict[str, str]:
 
 
 def _of_addition(gemm: Gemm, device: torch.device) -> str:
-    """How alpha * sum is added to an output."""
     if not gemm.adds:
         return "-"
     half, moved = _BASE / 2**24, list[int]()

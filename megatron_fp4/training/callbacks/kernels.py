@@ -167,7 +167,6 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
 
 
 def _compute(linear: LinearContext, device: torch.device) -> None:
-    """A forward and a backward pass of a small linear with the settings of this one."""
     context = replace(linear, step_state=StepState(seed=0), weight_cache=None, probe=None, watcher=None)
     x = torch.zeros(_TOKENS, _FEATURES, dtype=torch.bfloat16, device=device, requires_grad=True)
     w = torch.zeros(linear.sharding.num_groups * _FEATURES, _FEATURES, device=device, requires_grad=True)
