@@ -33,7 +33,7 @@ from megatron_fp4.config.types import MOST
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 CONFIGS = ROOT / "configs"
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+_NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}
 
 INTRODUCTION = f"""\
 # Configuration
@@ -54,14 +54,14 @@ mappings as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they 
 def page() -> str:
     """The page's text."""
     default = compose_config([], CONFIGS)
-    lines = [INTRODUCTION, "## Groups\n", "| group | option | |", "|---|---|---|"]
+    lines = [INTRODUCTION, "## Groups\n", "| option | |", "|---|---|"]
     chosen = default_options(CONFIGS)
     own = _untracked()
     for group, names in group_options(CONFIGS).items():
         for name in (name for name in names if f"configs/{group}/{name}.yaml" not in own):
             mark = " *" if chosen.get(group) == name else ""
             summary = option_summary(CONFIGS / group / f"{name}.yaml", width=None)
-            lines.append(f"| `{group}` | `{name}`{mark} | {_escaped(summary)} |")
+            lines.append(f"| `{group}={name}`{mark} | {_escaped(summary)} |")
     known: dict[type, str] = {}
     for section in fields(Config):
         if section.name not in ADDED:
@@ -87,8 +87,7 @@ def _explanations(cls: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign):
                 keys.append(ast.unparse(node.target))
             elif keys and isinstance(node, ast.Expr):
-                together = ", ".join(f"`{key}`" for key in keys) + ": " if len(keys) > 1 else ""
-                explanations |= dict.fromkeys(keys, together + " ".join(ast.literal_eval(node.value).split()))
+                explanations |= dict.fromkeys(keys, " ".join(ast.literal_eval(node.value).split()))
                 keys = []
     return explanations
 
@@ -111,10 +110,9 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         yield ""
     known[cls] = path
     explanations = _explanations(cls)
-    rows: list[str] = []
+    rows: list[tuple[list[tuple[str, str, str]], str]] = []  # keys with their types and defaults; their explanation
     inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
-    before = ""
     for field in (field for field in fields(cls) if field.name not in there):  # type: ignore[arg-type]
         hint: Any = hints[field.name]
         name = f"{path}.{field.name}"
@@ -126,12 +124,15 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         own = _own_default(field)
         default = _shown(own) if current in (MISSING, own) else f"{_shown(own)} → {_shown(current)}"
         explained = explanations.get(field.name, "")
-        row = f"`{field.name}`", _type_name(hint), default, "as above" if explained == before else explained
-        before = explained
-        rows.append("| " + " | ".join(map(_escaped, row)) + " |")
+        if not rows or rows[-1][1] != explained:
+            rows.append(([], explained))
+        rows[-1][0].append((f"`{field.name}`", _type_name(hint), default))
     yield f"{' '.join(inspect.cleandoc(cls.__doc__ or '').split())}\n"
     if rows:
-        yield from ("| key | type | default | |", "|---|---|---|---|", *rows)
+        yield from ("| key | type | default | |", "|---|---|---|---|")
+    for together, explained in rows:
+        cells = ("; ".join(dict.fromkeys(column)) for column in zip(*together, strict=True))
+        yield "| " + " | ".join(map(_escaped, (*cells, explained))) + " |"
     for name, nested_cls, current in inner:
         yield from _section(name, nested_cls, current, known)
 

@@ -29,8 +29,8 @@ class OperandConfig:
     """`nearest`, or `stochastic` if the format has it; for nvfp4 operands of dgrad and wgrad also `ms_eden` (Quartet
     II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`."""
     four_over_six: FourOverSix = "none"
-    """nvfp4 only; map a block's largest value to 4 instead of 6 if that makes the sum of `absolute` errors (also
-    `true`) or of `squared` errors smaller; `none` (also `false`): never."""
+    """nvfp4 only: map a block's largest value to 4 instead of 6 where the sum of `absolute` (also `true`) or `squared`
+    errors is then smaller."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -38,9 +38,8 @@ class SecondOperandConfig(OperandConfig):
     """How dgrad's weight and wgrad's activation are quantized, two tensors that fprop has quantized before."""
 
     source: Literal["tensor", "forward", "codes"] = "tensor"
-    """`tensor`: quantize the tensor; `forward`: quantize the transposed values of fprop's codes (the forward pass then
-    keeps only codes); `codes`: use fprop's codes as they are, although their scales are along another dot product
-    (paper, Fig. 14, "along same dim"; emulated backend only)."""
+    """quantize the `tensor`, or the transposed values of fprop's codes (`forward`; only codes are then kept), or use
+    fprop's `codes`, although their scales are along another dot product (paper, Fig. 14; emulated backend only)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -100,10 +99,10 @@ class RecipeConfig:
     name: str = "bf16"
     """shown in the plan and the logs."""
     amax: Literal["global", "shard"] = "global"
-    """`global`: take tensor maxima over the tensor-parallel group, so that codes do not depend on its size; `shard`:
-    take them over each shard, as Transformer Engine does."""
+    """tensor maxima are over the tensor-parallel group (`global`: codes do not depend on its size) or over each shard
+    (Transformer Engine's way)."""
     rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
-    """`fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call)."""
+    """one vector for the run (`fixed`), `none`, or a new one for every call (`fresh`)."""
     fp8_power_of_two_scales: bool = False
     """round the scales of fp8 operands down to powers of two, as Transformer Engine does by default."""
     fprop: FpropConfig = field(default_factory=FpropConfig)
@@ -120,12 +119,12 @@ class ExceptionConfig:
     blocks: str = ""
     """letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds."""
     sections: list[str] = field(default_factory=list)
-    """only these sections of packed projections: z, x, B, C, dt of `in_proj`; q, k, v of `qkv_proj`; gate, up of
-    `gate_up_proj`. They become a linear of their own, and so do the other sections. Empty: whole linears."""
+    """only these sections of packed projections (z, x, B, C, dt of `in_proj`; q, k, v of `qkv_proj`; gate, up of
+    `gate_up_proj`), which become a linear of their own, as do the others. Empty: whole linears."""
     precision: str = "bf16"
     """the precision config with their recipe, a name under `configs/precision/`."""
     optional: bool = field(default=False, kw_only=True)
-    """such blocks may lack such linears. `false`: patterns that match nothing are refused."""
+    """`true`: such blocks may lack such linears; else patterns that match nothing are refused."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -153,7 +152,7 @@ class SwitchConfig:
     """of `gradient_noise`: the precision switches after three measurements in a row below this ratio; the steps between
     measurements."""
     rewarm_steps: AtLeastZero = 0
-    """steps over which the learning rate rises again from zero after the switch (0: it does not)."""
+    """steps over which the learning rate rises again from zero after the switch."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -169,17 +168,17 @@ class PrecisionConfig(RecipeConfig):
     """The recipe of the linears, its exceptions, and the backend."""
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """`bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only)."""
+    """`float32` for comparisons of meshes and devices (emulated backend only)."""
     backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
-    """`auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`."""
+    """`auto`: transformer_engine or emulated (docs/numerics.md)."""
     sums: Literal["fp32", "blackwell"] = "fp32"
-    """the order in which emulated GEMMs add products: `fp32`, this machine's matrix multiplication; `blackwell`, that
-    of Blackwell's tensor cores, bit for bit (NVFP4 only; precision/sums.py)."""
+    """in which order emulated GEMMs add products: this machine's (`fp32`), or that of Blackwell's tensor cores, bit for
+    bit (NVFP4 only)."""
     recheck_interval: AtLeastZero = 0
-    """steps between rechecks (0: never). A recheck computes one quantized linear again with the reference, another
-    linear each time. A difference ends the run."""
+    """steps between rechecks (0: never): one quantized linear, another each time, is computed again by the reference; a
+    difference ends the run."""
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
     exceptions: list[ExceptionConfig] = field(default_factory=list)
-    """linears with another recipe. If several apply to a linear, the first one counts, in this order."""
+    """linears with another recipe. Of several that apply, the first counts, after `bf16_blocks`."""
     switch: SwitchConfig = field(default_factory=SwitchConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)

@@ -62,7 +62,7 @@ class ModelConfig:
     """A stack of blocks, sizes in elements."""
 
     name: str = "tiny"
-    """shown in logs; also the name of an exported model."""
+    """in logs and exports."""
     pattern: str = "M-*-M-"
     """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN, `G` gated FFN, `E` experts (table in
     models/pattern.py)."""
@@ -77,8 +77,7 @@ class ModelConfig:
     head_dim: AtLeastOne = 32
     """of attention; groups of query heads share a KV head."""
     rope: bool = False
-    """use rotary positions in attention. Without them, positions come only from the causal mask and the Mamba-2
-    blocks."""
+    """rotary positions in attention."""
     rope_base: Positive = 10000.0
     """of rotary positions."""
     mamba_num_heads: AtLeastOne = 8
@@ -91,7 +90,7 @@ class ModelConfig:
     mamba_conv_width: AtLeastOne = 4
     """taps of its convolution."""
     mamba_chunk_size: AtLeastOne = 64
-    """tokens of a chunk of the scan. It changes how the scan is computed, not its result."""
+    """tokens of a chunk of the scan; the result does not depend on it."""
     moe_num_experts: AtLeastOne = 8
     moe_top_k: AtLeastOne = 2
     """FFNs of an `E` block, and how many of them a token passes."""
@@ -104,10 +103,10 @@ class ModelConfig:
     moe_score: Literal["sigmoid", "softmax"] = "sigmoid"
     """of the router's logits."""
     moe_scaling: Positive = 1.0
-    """factor of the experts' weights, which are a token's scores divided by their sum."""
+    """factor of the experts' weights: a token's scores over their sum."""
     moe_weight: Literal["after_down", "before_down"] = "after_down"
-    """where the weight multiplies: after the down projection (transformers) or before it (Megatron), where it changes
-    codes."""
+    """where the weight multiplies: after the down projection (transformers) or before it (Megatron; it changes
+    codes)."""
     moe_num_groups: AtLeastOne = 1
     moe_top_groups: AtLeastOne = 1
     """equal groups of experts, and from how many of them those of a token are."""
@@ -147,14 +146,13 @@ class PhaseConfig:
     fraction: PositiveShare | None = None
     steps: AtLeastOne | None = None
     tokens: Positive | None = None
-    """the length of the phase (`fraction`: of the run's steps); set at most one. One phase may have none of them, and
-    gets the remaining steps. Boundaries are rounded to whole steps."""
+    """the length of the phase (`fraction`: of the run's steps); set at most one. One phase may have none and gets the
+    remaining steps. Rounded to whole steps."""
     blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
     """source name -> weight, or `tokens`: all sources, weighted by their number of tokens."""
     global_batch_size: AtLeastOne | None = None
     sequence_length: SequenceLength | None = None
-    """instead of those of `train`. Shorter sequences are pieces of samples of `train.sequence_length` tokens, so a step
-    has the same number of tokens."""
+    """instead of those of `train`. Shorter sequences are pieces of samples, so a step has the same number of tokens."""
 
     @model_validator(mode="after")
     def _has_data(self) -> PhaseConfig:
@@ -175,10 +173,10 @@ class MegatronConfig:
     """`--train-samples`, or `--train-iters` times `--global-batch-size`; the order depends on it. null: up to the end
     of this run."""
     consumed_samples: AtLeastZero = 0
-    """the samples that Megatron has trained on (with `transitions`, in its last phase); this run begins after them."""
+    """samples that Megatron has trained on (with `transitions`, in its last phase)."""
     phases: Literal["transitions", "relaunched"] = "transitions"
-    """`transitions`: each phase has its own order, as with `--phase-transition-iterations`; `relaunched`: a phase has
-    the order of its blend over the whole run, as when Megatron was started again with another `--data-path`."""
+    """`transitions`: each phase has its own order (`--phase-transition-iterations`); `relaunched`: that of its blend
+    over the whole run (Megatron started again with another `--data-path`)."""
     weighted: bool | None = None
     """whether the prefixes had weights; null: yes, if there are several."""
     surplus: NotNegative = 0.005
@@ -190,8 +188,8 @@ class DataConfig:
     """Where tokens come from."""
 
     kind: str = "builtin"
-    """a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in Megatron's
-    format)."""
+    """`builtin` (Python's standard library), `indexed` (files in Megatron's format), or your row of `KINDS` in
+    data/provider.py."""
     cache_dir: PathText | None = None
     """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs; null:
     the user's cache directory."""
@@ -201,30 +199,27 @@ class DataConfig:
     URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list."""
     tokenizer: PathText | None = None
     """a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed` only;
-    optional, its fingerprint is in checkpoints)."""
+    optional)."""
     eod_token: str | None = None
     """the token that ends documents; null: as the data's `.json` says, else as the tokenizer, else `<|endoftext|>`."""
     order: Literal["documents", "windows", "megatron"] = "documents"
-    """of samples: `documents` (documents are shuffled in each epoch and then cut into samples), `windows` (files are
-    cut in their own order, and the cuts are shuffled) or `megatron` (Megatron-core's order, described in `megatron`;
-    its indices are kept in cache_dir)."""
+    """of samples: `documents` (shuffled in each epoch, then cut into samples), `windows` (files are cut in their own
+    order, and the cuts shuffled) or `megatron` (Megatron-core's, by the keys of `megatron`)."""
     seed: Seed | None = None
     """of the order of samples only; null: `run.seed`."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """the run that `data.order=megatron` continues."""
     max_epochs: Positive | dict[str, Positive] | None = None
-    """the most epochs of a source, one number for all or by source; null: no limit. A run that would exceed it does not
-    start."""
+    """the most epochs of a source, one number for all or by source; a run that would exceed it does not start."""
     documents: Literal["joined", "masked"] = "joined"
-    """`joined` (a sample's documents see each other) or `masked` (no token sees another document, by attention or by
-    Mamba-2's state)."""
+    """`joined` (a sample's documents see each other) or `masked` (no token sees another document)."""
     boundary_loss: bool = True
     """with `masked`, whether a target counts if it is in another document than the token before it."""
     phases: list[PhaseConfig] = field(default_factory=list)
-    """parts of the run, each with its own blend of sources; their lengths add up to the run."""
+    """parts of the run, each with its own blend; their lengths add up to the run."""
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
-    """named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. Your file in
-    configs/data sets them (see docs/quickstart.md)."""
+    """named blends for the phases of experiments, as in `blend: ${data.blends.first}`; your file in configs/data sets
+    them (docs/quickstart.md)."""
     num_workers: NumWorkers = 1
     """loader processes per rank, which prepare micro-batches two steps ahead; 0: none."""
 
@@ -260,12 +255,11 @@ class TrainConfig:
     """`torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
     compiled norms and activations) or `auto` (fused on CUDA, if the packages are installed)."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    """`none`, `block` (keep only each block's input, and compute the block again in the backward pass) or `selective`
-    (keep the outputs of GEMMs and attention; compute norms, activations, convolution and scan again). In BF16,
-    gradients have the same bits in all three."""
+    """`block`: keep only each block's input, and compute the block again in the backward pass; `selective`: keep the
+    outputs of GEMMs and attention, and compute the rest again. In BF16, gradients have the same bits in all three."""
     cuda_graphs: AutoSwitch = "auto"
-    """capture forward and backward of a micro-batch once and replay them: the same bits in less host time. `true`,
-    `false`, or `auto`: if possible."""
+    """capture forward and backward of a micro-batch once and replay them: the same bits in less host time. `auto`: if
+    possible."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -274,8 +268,8 @@ class SpikesConfig:
     rule)."""
 
     action: Literal["none", "skip", "rollback"] = "none"
-    """`none`; `skip` (no update with that batch); `rollback` (restore weights and moments of the last checkpoint and
-    continue with the next batch: the data since the checkpoint is skipped)."""
+    """`skip`: no update with that batch; `rollback`: restore weights and moments of the last checkpoint and continue
+    with the next batch (the data since the checkpoint is skipped)."""
     threshold: Positive = 6.0
     """in robust standard deviations above the median."""
     window: AtLeastOne = 128
@@ -298,7 +292,7 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.1
     """decoupled, multiplied by the learning rate."""
     clip_norm: NotNegative = 1.0
-    """the largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit."""
+    """a gradient whose norm over all parameters is larger is scaled down to it. 0: no limit."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -309,7 +303,7 @@ class ScheduleConfig:
     decay_fraction: Share = 0.15
     """of `train.steps`, at the beginning and the end."""
     decay: Literal["linear", "cosine", "1-sqrt", "exponential"] = "linear"
-    """`linear`, `cosine`, `exponential` or `1-sqrt`."""
+    """its shape."""
     min_lr_ratio: Share = 0.01
     """final over peak learning rate."""
 
@@ -326,18 +320,16 @@ class CheckpointConfig:
     """save a copy in host memory while training continues; `false`: training waits. A failed save is tried again, then
     given up; after three in a row the run ends."""
     resume: PathText = "auto"
-    """`auto` (the newest intact checkpoint in `run.dir`, if any), `required` (the same, and one must exist), `never`,
-    or the path of a checkpoint: of another run, from which this run begins (later starts resume from its own), or of
-    this run."""
+    """`auto` (the newest intact checkpoint in `run.dir`, if any), `required` (one must exist), `never`, or the path of
+    a checkpoint, of this run or of another, from which this one begins (later starts resume from its own)."""
     initialize_from: PathText | None = None
-    """begin at step 0 with only the weights of this checkpoint: of another run (or of its folder: the newest intact
-    one), or an imported one. Later starts resume from the run's own checkpoints."""
+    """begin at step 0 with only the weights of this checkpoint: of another run (or its folder: the newest intact one),
+    or an imported one. Later starts resume from the run's own."""
     export_interval: AtLeastZero = 0
-    """steps between exports (0: never). An export saves a checkpoint and writes it into run.dir/exports, as a Hugging
-    Face folder."""
+    """steps between exports into run.dir/exports, as Hugging Face folders (0: never)."""
     export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
-    """of the exported weights, as in scripts/convert.py export-hf. NVFP4 (of ModelOpt or compressed-tensors) needs a
-    forward pass in NVFP4, so it is not possible after a switch to another format."""
+    """of the exported weights, as in scripts/convert.py export-hf. NVFP4 needs a forward pass in NVFP4, so it is not
+    possible after a switch."""
     allow_mismatch: bool = False
     """resume, or initialize, although data, tokenizer or model differ from the checkpoint's. Tensors of other shapes
     cannot be loaded."""
@@ -358,8 +350,7 @@ class ValidationConfig:
     num_samples: AtLeastOne | None = 32
     """sequences of each held-out set, spread evenly over it; null: all."""
     prompts: list[str] = field(default_factory=list)
-    """texts that the model continues after each validation; the results are in the log, metrics.jsonl, TensorBoard and
-    wandb. An empty prompt begins a new document."""
+    """texts that the model continues after each validation, into all records. An empty one begins a new document."""
     prompt_tokens: AtLeastOne = 64
     """the most tokens of a result."""
 
@@ -380,17 +371,16 @@ class LoggingConfig:
     tensorboard: bool = True
     """into run.dir/tensorboard."""
     wandb: Literal["online", "offline", "disabled"] = "disabled"
-    """`online`, `offline` or `disabled`. The project is WANDB_PROJECT, else megatron_fp4."""
+    """the project is WANDB_PROJECT, else megatron_fp4."""
     profile_steps: list[Integer] = field(default_factory=list)
-    """first and last step (counted from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes into run.dir,
-    on CUDA also the history of memory. Empty: none."""
+    """first and last step (from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes into run.dir, on CUDA
+    also the history of memory."""
     baseline: PathText | None = None
-    """the folder of another run, or `name=folder`; loss.png and report.html show it beside this run, with the gap
-    (null: none)."""
+    """the folder of another run, or `name=folder`, which loss.png and report.html show beside this run."""
     report: bool = True
-    """write report.html, a page about the run, when the run has finished."""
+    """write report.html when the run has finished."""
     report_minutes: NotNegative = 10.0
-    """minutes between rewrites of report.html while the run trains, in a process beside it; 0: none."""
+    """minutes between rewrites of report.html while the run trains; 0: none."""
 
     @model_validator(mode="after")
     def _has_a_window(self) -> LoggingConfig:
@@ -416,11 +406,11 @@ class ParallelConfig:
     """`true`: free gathered parameters after every use (less memory); `false`: keep them for the whole step (less
     communication). Weights that are gathered as 4-bit codes are kept in any case."""
     reduce_gradients: Literal["once", "each"] = "once"
-    """reduce them over the shards `once` a step (less communication; each rank keeps the FP32 gradients of its whole
-    tensor-parallel slice until then) or in `each` micro-batch (each rank keeps those of its shard)."""
+    """`once` a step (less communication; until then a rank keeps the FP32 gradients of its whole tensor-parallel slice)
+    or in `each` micro-batch (a rank keeps those of its shard)."""
     reproducible: bool = False
-    """the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does not depend
-    on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay."""
+    """the same bits on any power of two of data-parallel ranks (docs/parallelism.md). The kernels, `tensor` and the
+    micro-batch size must stay."""
     timeout_seconds: Seconds = 600
     """after which a hanging collective aborts the run; at half of it, the run prints which rank holds it up. Ranks also
     wait in a collective while the first rank tunes kernels. A section (a load, a save, a step) that stands still for
@@ -464,23 +454,21 @@ class RunConfig:
     seed: Seed = 1234
     """of initialization, stochastic rounding and, unless `data.seed` is set, data order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` (CUDA, if there is any), `cuda` or `cpu`."""
+    """`auto`: CUDA, if there is any."""
     deterministic: bool = True
     """use only deterministic kernels."""
     replay_interval: AtLeastZero = 0
-    """steps between replays (0: never). In a replay each rank computes one micro-batch twice and compares every bit; a
-    difference ends the run."""
+    """steps between replays: each rank computes one micro-batch twice; another bit ends the run. 0: never."""
     replicas_interval: AtLeastZero = 100
-    """steps between comparisons of replicas (0: never); there is also one before each checkpoint. Ranks compare what
-    they should hold identically; a difference ends the run."""
+    """steps between comparisons of what ranks should hold alike (0: never), also before each checkpoint; a difference
+    ends the run."""
     max_minutes: NotNegative = 0.0
-    """stop, with a checkpoint, after the first step that ends this long after the process began (0: no limit). The step
-    and the checkpoint may end later than that."""
+    """stop, with a checkpoint, after the first step that ends this long after the process began (0: no limit)."""
     dry: bool = False
     """only print what the run would need on WORLD_SIZE ranks (memory, messages, time)."""
     dry_mfu: PositiveShare = 0.55
-    """assumed for the time: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one GPU
-    (measured: 0.56 on an H200)."""
+    """assumed for the time: the share of its BF16 peak that one GPU reaches in BF16 training (measured: 0.56 on an
+    H200)."""
     dry_ranks_per_host: AtLeastOne = 8
     """assumed for the time of messages: ranks on one host."""
 
