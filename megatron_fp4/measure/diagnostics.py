@@ -27,8 +27,8 @@ other: the probe draws from no generator, and it never waits for the device.
 
 Everything is a sum or a maximum over elements, in FP64, so chunks, micro-batches and ranks can be combined. A tensor
 that several ranks hold is counted once for each rank, which changes no ratio. The linears of experts are measured one
-by one, each segment of tokens as a lone linear, and added up. Partial products of tensor-parallel ranks
-are added up before they are compared. The weight gradient is that of one rank's micro-batch.
+by one, each segment of tokens as a lone linear, and added up. Partial products of tensor-parallel ranks are added up
+before they are compared. The weight gradient is that of one rank's micro-batch.
 
 A large operand is measured on a sample: at least half a million elements, in bands of rows spread evenly over the
 tensor, quantized with the maximum of the whole tensor and with other draws. The SNR is then accurate to a few
@@ -452,9 +452,8 @@ def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transform
     """The statistics that the top of this file lists.
 
     sums: totals in the order of `OPERAND_SUMS`. maxima: before and after the transform, and the exponents of block
-    scales, as `operand_sums`. transformed: whether there was
-    a Hadamard transform; without one, the `*_rht` are left out. A tensor of zeros has an SNR of infinity and shares of
-    0.
+    scales, as `operand_sums`. transformed: whether there was a Hadamard transform; without one, the `*_rht` are left
+    out. A tensor of zeros has an SNR of infinity and shares of 0.
     """
     signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums
     raw_amax, amax, largest_scale, smallest_scale = maxima

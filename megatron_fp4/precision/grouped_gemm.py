@@ -44,14 +44,9 @@ def multiply_rows(
         (len(segment) * -(-n // block_n),),
         (a, b, out, a if scale_a is None else scale_a, a if scale_b is None else scale_b, *tensors, *sizes),
         {
-            "SOURCES": segments.sources,
-            "SCALE_A": scale_a is not None,
-            "SCALE_B": scale_b is not None,
+            **_constants(_ROWS_TILE, segments, scale_a, scale_b),
             "EVEN_N": n % block_n == 0,
             "EVEN_K": k % block_k == 0,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
         },
     )
     return out
@@ -65,7 +60,7 @@ def multiply_weights(
     a: BF16 [m, padded rows]; b: BF16 [n, padded rows]; as views of contiguous [padded rows, m], [padded rows, n].
     scale_a, scale_b: FP32 [segments]; None: 1.
     """
-    a, b, (block_m, block_n, block_k) = a.t().contiguous(), b.t().contiguous(), _WEIGHTS_TILE
+    a, b, (block_m, block_n, _) = a.t().contiguous(), b.t().contiguous(), _WEIGHTS_TILE
     m, n, num_experts = a.shape[1], b.shape[1], len(segments.counts) // segments.sources
     out = torch.empty(num_experts, m, n, device=a.device) if total is None else total
     scales = a if scale_a is None else scale_a, a if scale_b is None else scale_b
@@ -73,14 +68,13 @@ def multiply_weights(
         _WEIGHTS,
         (num_experts * -(-m // block_m) * -(-n // block_n),),
         (a, b, out, *scales, segments.padded_starts, m, n, m, n),
-        {
-            "SOURCES": segments.sources,
-            "SCALE_A": scale_a is not None,
-            "SCALE_B": scale_b is not None,
-            "ADD": total is not None,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-        },
+        {**_constants(_WEIGHTS_TILE, segments, scale_a, scale_b), "ADD": total is not None},
     )
     return out
+
+
+def _constants(
+    tile: tuple[int, int, int], segments: Segments, scale_a: Tensor | None, scale_b: Tensor | None
+) -> dict[str, int]:
+    block = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
+    return {"SOURCES": segments.sources, "SCALE_A": scale_a is not None, "SCALE_B": scale_b is not None, **block}

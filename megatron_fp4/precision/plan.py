@@ -46,8 +46,6 @@ HEAD = "head"
 
 # A plan with a smaller share of its weights in 4 bits gives a warning.
 FEW_IN_4_BITS = 0.6
-
-
 _FOR_TRANSFORMERS = "nvfp4_4over6_1x16_qkv_bf16"
 
 
