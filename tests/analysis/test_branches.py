@@ -138,14 +138,12 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(trunk: tuple[list[s
         mock.patch("analysis.recipes.configs_of", lambda *_: {"curve": config}),
     ):
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000, 80000) == 0
-        assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
-    printed = capsys.readouterr()
-    assert "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000" in printed.out
-    assert "planned for transformer_60m on b200 with sequences of" in printed.out
-    assert "parameters, and the times are those of transformer_60m" in printed.out
+    printed = capsys.readouterr().out
+    assert "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000" in printed
+    assert "planned for transformer_60m on b200 with sequences of" in printed
+    assert "parameters, and the times are those of transformer_60m" in printed
     other = "its runs differ from the checkpoint's in model or text: data.kind (builtin, not indexed)"
-    assert printed.out.count(other) == 1
-    assert "these have 3" in printed.err
+    assert printed.count(other) == 1
 
 
 def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:

@@ -110,11 +110,6 @@ def test_prune_keeps_the_newest_the_one_of_the_pointer_and_damaged_ones(tmp_path
     assert names(tmp_path) == ["latest", "step_00000100", "step_00000200", "step_00000500"]
 
 
-def test_damaged_checkpoints_never_replace_each_other(tmp_path: Path) -> None:
-    moved = [files.move_aside(make(tmp_path, 200, index)).name for index in range(3)]
-    assert moved == [f"step_00000200.damaged{more}" for more in ("", ".1", ".2")] and moved == names(tmp_path)
-
-
 def test_clean_stale_removes_what_killed_saves_left(tmp_path: Path) -> None:
     assert files.clean_stale(tmp_path / "nowhere") == []
     make(tmp_path, 100, 1)

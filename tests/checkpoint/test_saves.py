@@ -20,7 +20,6 @@ from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGone
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
-from tests.checkpoint.test_shards import Command
 from tests.distributed.one_rank import Job, flip_a_bit, names, rewrite
 
 FULL = OSError(28, "No space left on device", "shard")
@@ -224,6 +223,14 @@ def test_a_load_reads_every_file_once(make_job: Callable[..., Job], monkeypatch:
 
 
 # Checkpoints crafted by an attacker
+
+
+class Command:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
 
 
 def crafted_metadata(folder: Path) -> None:

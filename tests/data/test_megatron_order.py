@@ -1,8 +1,11 @@
-"""Megatron's order of samples, against recordings of Megatron-core (megatron_cases.py) and against its rules."""
+"""Megatron's order of samples, against its rules and against recordings of Megatron-core: megatron_golden.json has
+digests of what the `BlendedMegatronDatasetBuilder` of megatron-core 0.16.1 builds for CASES."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,85 @@ import pytest
 import torch
 
 from data import provider
-from data.indexed import IndexedDataset
+from data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
 from data.loader import MicroBatchLoader
-from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices, dataset_indices
+from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices
 from data.schedule import Phase
 from megatron_fp4.config.schema import Config, MegatronConfig
 from tests.composing import composed
-from tests.data.megatron_cases import CASES, GOLDEN, VOCAB_SIZE, Case, digest, write_datasets, write_pair
+
+GOLDEN = Path(__file__).with_name("megatron_golden.json")
+VOCAB_SIZE = 60000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Megatron run. sequences: how many each dataset has. weights: as on the command line; None: prefixes without
+    weights. split: `--split`, with `--data-path`; None: `--train-data-path`."""
+
+    name: str
+    sequences: tuple[int, ...]
+    seq_length: int
+    num_samples: int
+    seed: int
+    weights: tuple[float, ...] | None = None
+    split: str | None = None
+
+
+CASES = [
+    Case("small", (5,), 8, 12, 1234),
+    Case("small_blend", (6, 4, 3), 8, 30, 1234, (0.5, 0.3, 0.2)),
+    # Less than an epoch, one, many. The last epoch is shuffled apart if less than 80% of it is used.
+    Case("part_of_an_epoch", (400,), 32, 100, 1),
+    *(Case(f"epochs_{n}", (60,), 16, n, 7) for n in (150, 300, 336, 340, 345, 350, 360, 400, 1000, 5000)),
+    Case("single_weighted", (300,), 32, 2000, 5, (1.0,), "97,3,0"),
+    Case("single_per_split_weighted", (300,), 32, 2000, 5, (1.0,)),
+    Case("single_split", (1003,), 32, 1500, 5, None, "949,51,0"),
+    Case("split_halves", (7, 33), 8, 100, 9, (2.0, 1.0), "50,50,0"),
+    Case("split_two_shares", (101,), 8, 100, 9, None, "99,1"),
+    Case("lengths_as_weights", (200, 50, 120), 16, 100000, 3, None, "97,3,0"),
+    Case("lengths_as_weights_capped", (200, 50, 120), 16, 250, 3, None, "97,3,0"),
+    Case("per_split_lengths", (200, 50), 16, 100000, 3),
+    Case("percent", (200, 300, 50), 64, 1000, 42, (30, 50, 20), "100,0,0"),
+    Case("ninths", (100,) * 9, 16, 4000, 0, (1,) * 9),
+    Case("uneven", (150, 20, 300, 40, 80, 10, 500), 24, 6000, 99, (0.31, 0.0015, 0.2, 0.11, 0.07, 0.002, 0.3065)),
+    Case("wide", tuple(20 + 7 * i for i in range(24)), 16, 9000, 2024, tuple(1.37**i for i in range(24)), "90,10,0"),
+]
+
+
+def lengths_of(case: Case, dataset: int) -> np.ndarray:
+    """int32 [sequences]. Some are empty, some far longer than a sample."""
+    rng = np.random.RandomState([case.seed, dataset, case.sequences[dataset]])
+    lengths = rng.geometric(1 / 40, case.sequences[dataset]).astype(np.int32)
+    lengths[rng.rand(len(lengths)) < 0.05] = 0
+    lengths[0] += 3 * case.seq_length
+    return lengths
+
+
+def write_pair(prefix: Path, lengths: np.ndarray, first_token: int) -> None:
+    """Write a `.bin`/`.idx` pair with documents of up to three sequences. Tokens count up by 7 from first_token."""
+    total = int(lengths.sum())
+    Path(f"{prefix}.bin").write_bytes(((np.arange(total) * 7 + first_token) % VOCAB_SIZE).astype("<u2").tobytes())
+    pointers = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))[:-1]]) * 2
+    documents = np.append(np.arange(0, len(lengths), 3), len(lengths)).astype("<i8")
+    header = HEADER.pack(MAGIC, VERSION, 8, len(lengths), len(documents))
+    parts = [lengths.astype("<i4"), pointers.astype("<i8"), documents]
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+
+
+def write_datasets(case: Case, folder: Path) -> list[Path]:
+    """Write the case's datasets into `folder`; returns their prefixes."""
+    prefixes = [folder / f"{case.name}_{dataset}" for dataset in range(len(case.sequences))]
+    for dataset, prefix in enumerate(prefixes):
+        write_pair(prefix, lengths_of(case, dataset), 11 + 1000 * dataset)
+    return prefixes
+
+
+def digest(array: np.ndarray) -> str:
+    """A hash of an array's type, shape and content."""
+    array = np.ascontiguousarray(array)
+    return f"{array.dtype} {list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:24]}"
+
 
 RECORDED: dict[str, Any] = json.loads(GOLDEN.read_text())
 NAMED = {case.name: case for case in CASES}
@@ -74,14 +149,6 @@ def test_indices_and_samples_are_those_of_megatron(case: Case, tmp_path: Path) -
     for name in ("dataset_index", "dataset_sample_index") if layout.folder else ():
         assert digest(array(layout.folder, name)) == golden[name]
     assert digest(np.array(samples_of(run))) == golden["samples"]
-
-
-def test_the_last_epoch_is_shuffled_apart_if_less_than_80_percent_of_it_is_used() -> None:
-    """An epoch has 10 samples. Of 18 samples the last epoch has 8, which is 80%."""
-    lengths = np.full(7, 23, dtype=np.int32)
-    for num_samples, apart in ((17, True), (18, False)):
-        documents = dataset_indices(lengths, (0, 7), num_samples, 16, seed=1)["document_index"]
-        assert len(documents) == 14 and (sorted(documents[:7]) == [*range(7)]) == apart
 
 
 def test_a_wrong_guess_of_where_a_stretch_begins_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 import random
 from collections import Counter
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import pytest
 import data.order as orders
 from data.indexed import Concatenation
 from data.order import DocumentOrder, Growth, Permutation, SampleSource, WindowOrder, num_windows, shuffled
-from tests.data.streams import CountingStream, write
+from tests.data.streams import CountingStream
 
 ORDERS = [WindowOrder, DocumentOrder]
 
@@ -123,22 +121,6 @@ def test_the_order_depends_only_on_seed_name_and_epoch(order: str) -> None:
     assert all(samples("code", 1) != other for other in others)
     # Each epoch cuts shuffled documents at other places, and windows at the same ones.
     assert (set(samples("code", 1)) == set(others[2])) == (order == "windows")
-
-
-@pytest.mark.parametrize("order", orders.ORDERS)
-@pytest.mark.usefixtures("small_groups")
-def test_files_of_several_dtypes_are_one_stream(order: str, tmp_path: Path) -> None:
-    """The samples and documents of two epochs are those of one file with the same content."""
-    rng = np.random.default_rng(0)
-    types = np.uint16, np.int32, np.int8
-    documents = [[rng.integers(0, np.iinfo(dtype).max, n) for n in rng.integers(1, 30, 12)] for dtype in types]
-    parts = [write(tmp_path / dtype.__name__, part, dtype) for dtype, part in zip(types, documents, strict=True)]
-    whole = write(tmp_path / "whole", chain(*documents), np.int64)
-    many, one = (SampleSource("x", stream, 16, 0, 2**31, order=order) for stream in (Concatenation(parts), whole))
-    assert many.num_samples == one.num_samples > 20
-    for k in range(2 * one.num_samples):
-        for found, expected in zip(many.sample(k, documents=True), one.sample(k, documents=True), strict=True):
-            assert np.array_equal(found, expected)
 
 
 def with_growth(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:

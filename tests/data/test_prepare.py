@@ -32,8 +32,8 @@ from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
 from tests.data import killed
-from tests.data.megatron_cases import write_pair
 from tests.data.streams import document, write
+from tests.data.test_megatron_order import write_pair
 from tests.programs import ROOT, as_child
 
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
@@ -340,8 +340,8 @@ def test_an_interrupted_command_keeps_what_is_done(
 
 
 def test_workers_do_not_import_torch() -> None:
-    """Each worker imports the command's file."""
-    check = "import sys; import scripts.prepare_data; sys.exit('torch' in sys.modules)"
+    """Importing it takes seconds and hundreds of MB. Each worker of the command imports the command's file."""
+    check = "import sys, data.indexed, data.workers, scripts.prepare_data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
 
 

@@ -189,12 +189,16 @@ def random_texts(seed: int, number: int) -> list[str]:
     return texts + [text + draw.choice(TEXTS) for text in texts[::5]]
 
 
-@pytest.mark.parametrize(("expression", "normalizer"), [(GPT2, None), (CL100K, "NFC"), (QWEN2, None), (QWEN2, "NFKD")])
-def test_any_text_gets_the_ids_of_tokenizers(expression: str, normalizer: str | None, monkeypatch) -> None:
-    subject = cut_by(expression, normalizer)
+@pytest.mark.parametrize(
+    "shape", [(GPT2,), (GPT2, None, "return argument"), (CL100K, "NFC"), (QWEN2,), (QWEN2, "NFKD")]
+)
+def test_any_text_gets_the_ids_of_tokenizers(shape: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An added token is found before words are cut."""
+    subject = cut_by(*shape)
     assert subject._words is not None
     texts = [*random_texts(1, 300), "x".join(random_texts(2, 100)), ""]
     expected = by_library(subject, texts)
+    assert any(400 in ids for ids in expected) == (len(shape) == 3)
     for at_once in (1 << 18, 8, 1):
         monkeypatch.setattr(module, "_CHARACTERS_AT_ONCE", at_once)
         for text, ids, right in zip(texts, subject.encode_batch(texts), expected, strict=True):
@@ -207,11 +211,3 @@ def test_every_character_is_classified_as_tokenizers_does() -> None:
     points = [point for point in range(0x3000) if not 0xD800 <= point < 0xE000]
     text = "".join(f"a{chr(point)}1{chr(point)}. {chr(point)}" for point in points)
     assert subject.encode_batch([text]) == by_library(subject, [text])
-
-
-def test_an_added_token_is_found_before_words_are_cut() -> None:
-    subject = cut_by(GPT2, added="return argument")
-    texts = ["we return arguments", "return", "x return argument\n"]
-    encoded = subject.encode_batch(texts)
-    assert encoded == by_library(subject, texts)
-    assert [400 in ids for ids in encoded] == [True, False, True]

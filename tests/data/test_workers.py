@@ -151,12 +151,6 @@ def test_samples_of_a_slow_disk_are_read_concurrently(tmp_path: Path, error: Exc
     assert max(accumulate(1 if note == ord("+") else -1 for note in noted)) > 8
 
 
-def test_workers_do_not_import_torch() -> None:
-    """Importing torch takes seconds and hundreds of MB."""
-    program = "import data.workers, data.indexed, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
 def test_closing_a_loader_leaves_nothing() -> None:
     """No process, thread or open file remains, though the steps were not read to their end."""
     left = []

@@ -29,7 +29,7 @@ from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.schema import ModelConfig
 from models.published import shape_of
 from pretrain import CONFIGS
-from tests.checkpoint.test_shards import Command
+from tests.checkpoint.test_saves import Command
 from tests.exchange.models import checkpoint_of
 
 # All sizes differ, so that a wrong axis is noticed.

@@ -23,7 +23,7 @@ from megatron_fp4.logging.console import (
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.callbacks.reporting import phases_table
-from tests.logging.written import metrics
+from tests.logging.test_metrics import metrics
 
 
 class Stream(io.StringIO):
@@ -63,13 +63,6 @@ def test_a_line_is_printed_every_interval_at_the_end_and_for_skipped_steps() -> 
     assert all("mem 0.5 GiB (25%)" in line for line in lines[1:]) and "ETA 0s" in lines[-1]
 
 
-def test_tables_print_what_they_are_given() -> None:
-    """By default, rich reads [bold] as a style and :100: as an emoji."""
-    stream = Stream()
-    RunConsole(1, stream=stream).table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj] of :100:"}))
-    assert "names: [bold]" in stream.getvalue() and "[a, blocks.1.mixer.in_proj] of :100:" in stream.getvalue()
-
-
 @pytest.mark.parametrize("width", [40, 160])
 def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -86,14 +79,17 @@ def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch: pytest.Monk
     assert ("TFLOP/s" in last) == (width == 160) and "after step 25: above the bar" in plain
 
 
-def test_lines_are_not_wrapped_nor_read_as_markup() -> None:
+def test_lines_are_not_wrapped_and_nothing_is_read_as_markup() -> None:
+    """By default, rich reads [bold] as a style and :100: as an emoji."""
     stream = Stream()
     console = RunConsole(total_steps=5, stream=stream)
     console.event(3, "checkpoint [bold] " + "x" * 300)
     console.validation(1, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
-    first, second = stream.getvalue().splitlines()
+    console.table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj] of :100:"}))
+    first, second, *table = stream.getvalue().splitlines()
     assert first == "after step 3: checkpoint [bold] " + "x" * 300
     assert second == "validation after step 1: code 2.0000  prose 4.0000 (1.2500 bits/byte)"
+    assert "names: [bold]" in table[0] and any("[a, blocks.1.mixer.in_proj] of :100:" in line for line in table)
 
 
 @pytest.mark.parametrize(("error", "after"), [(OSError(28, "full"), "after\n"), (BrokenPipeError(32, "gone"), "")])

@@ -5,7 +5,8 @@ import math
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,50 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config, LoggingConfig, RunConfig
 from megatron_fp4.logging import metrics as module
 from megatron_fp4.logging import run_log
 from megatron_fp4.logging.files import cut_after, iterate_records
-from megatron_fp4.logging.metrics import ID_FILE, known_run_id, last_validation
+from megatron_fp4.logging.metrics import ID_FILE, MetricsWriter, StepMetrics, known_run_id, last_validation
 from megatron_fp4.logging.run_folder import read_records
 from megatron_fp4.logging.run_log import RunLog, TimeLedger, goodput_of
 from pretrain import CONFIGS
-from tests.logging.written import metrics, write, writing
 from tests.programs import wait_until
 
 SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]
+
+
+def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        tokens=step * 4096,
+        loss=loss,
+        lr=1e-3,
+        grad_norm=1.5,
+        tokens_per_second=40e3,
+        model_tflops=0.02,
+        step_time=0.1,
+        skipped=skipped,
+        phase="broad",
+        plan="nvfp4",
+        data_wait=0.01,
+    )
+
+
+@contextmanager
+def writing(run_dir: Path, start: int = 0, active: bool = True, **settings: Any) -> Iterator[MetricsWriter]:
+    """A writer of a run with these `logging` settings; TensorBoard is off by default."""
+    logging = LoggingConfig(**{"tensorboard": False, **settings})
+    with closing(MetricsWriter(Config(run=RunConfig(dir=str(run_dir)), logging=logging), start, active)) as writer:
+        yield writer
+
+
+def write(run_dir: Path, start: int, end: int, **settings: Any) -> None:
+    """Write records of the steps from `start` + 1 to `end`."""
+    with writing(run_dir, start, **settings) as writer:
+        writer.record(start, "run", {"total_steps": 10})
+        for step in range(start + 1, end + 1):
+            writer.step(metrics(step, loss=10.0 - step))
 
 
 def board(folder: Path) -> EventAccumulator:

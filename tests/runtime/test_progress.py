@@ -24,7 +24,6 @@ from megatron_fp4.runtime.progress import (
     diagnose,
     read_report,
     report_path,
-    run_time,
     section_of,
     state_of_process,
 )
@@ -236,15 +235,3 @@ def test_a_save_beside_training_has_a_limit_that_is_shorter_while_training_waits
         line = ending.line()
         assert "hangs in step 8, save" in line and "thread checkpoint in wait (threading.py:" in line
     assert seconds[0] >= 1.6 > seconds[1]
-
-
-def test_the_time_of_a_thread_grows_only_while_it_runs() -> None:
-    go, end = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: (go.wait(), end.wait()))
-    thread.start()
-    wait_until(lambda: run_time(thread) == (time.sleep(0.05), run_time(thread))[1])
-    before = run_time(thread)
-    go.set()
-    wait_until(lambda: run_time(thread) > before)
-    end.set()
-    thread.join()

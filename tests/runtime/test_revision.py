@@ -44,11 +44,9 @@ def test_the_revision_is_the_commit_and_a_hash_of_changes(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("of_rank_1", "environment", "words"),
     [
-        (["optimizer.lr=1e-3"], {}, ["has optimizer.lr=0.001, and rank 0 has 0.002"]),
         (["parallel.tensor=2"], {}, ["has parallel.tensor=2, and rank 0 has 1"]),  # other groups of ranks
-        (["checkpoint.interval=3", "train.micro_batch_size=1"], {}, ["micro_batch_size=1", "checkpoint.interval=3"]),
+        (["checkpoint.interval=3", "train.micro_batch_size=1"], {}, ["micro_batch_size=1, ", "checkpoint.interval=3"]),
         ([], {"ONEDNN_MAX_CPU_ISA": "AVX2"}, ["has ONEDNN_MAX_CPU_ISA=AVX2, and rank 0 has ALL"]),
-        (["data.cache_dir=elsewhere"], {}, []),
     ],
 )
 def test_ranks_that_differ_do_not_train(
@@ -58,10 +56,9 @@ def test_ranks_that_differ_do_not_train(
     first, second = environments_of_ranks(2)
     ranks = [Program(command, first), Program([*command, *of_rank_1], {**second, **environment})]
     printed = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2 if words else 0] * 2, printed
-    if words:
-        _, line = printed[0].splitlines()  # the first says that torch is being imported
-        assert "rank 1 (" in line and all(text in line for text in words) and printed[1] in ("", printed[0])
+    assert [rank.returncode for rank in ranks] == [2, 2], printed
+    _, line = printed[0].splitlines()  # the first says that torch is being imported
+    assert "rank 1 (" in line and all(text in line for text in words) and printed[1] in ("", printed[0])
 
 
 def test_values_from_the_environment_are_compared_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
