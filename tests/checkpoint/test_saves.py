@@ -92,19 +92,6 @@ def test_free_space_is_checked_before_a_save(make_job: Callable[..., Job], monke
     assert tries == [] and not list(job.root.glob("step*"))
 
 
-def test_training_while_a_save_is_written_does_not_change_it(make_job: Callable[..., Job], monkeypatch) -> None:
-    job = make_job(asynchronous=True)
-    go = threading.Event()
-    write = checkpointer.write_shards
-    monkeypatch.setattr(checkpointer, "write_shards", lambda *arguments: (go.wait(60), write(*arguments))[1])
-    job.save(1)
-    job.fill(2.0)
-    assert job.checkpointer.reports() == [] and not list(job.root.glob(FIRST))
-    go.set()
-    job.checkpointer.finish()
-    assert job.resume() == 1
-
-
 def test_a_save_comes_while_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locking goes on after it, in complete tensors, and changes nothing of it."""
     values = [torch.rand(count) for count in (3000, 10, 5000, 4000, 9, 2000)]
@@ -233,10 +220,6 @@ class Command:
         return os.system, (self.command,)
 
 
-def crafted_metadata(folder: Path) -> None:
-    rewrite(folder, METADATA, pickle.dumps(Command("touch ran")))
-
-
 def crafted_generators(folder: Path) -> None:
     torch.save([Command("touch ran")], "crafted.pt")
     rewrite(folder, files.RANDOM_STATE, Path("crafted.pt").read_bytes())
@@ -253,7 +236,7 @@ def metadata_of_a_file_outside(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("craft", "found"),
     [
-        (crafted_metadata, "system, which no checkpoint holds"),
+        (lambda f: rewrite(f, METADATA, pickle.dumps(Command("touch ran"))), "system, which no checkpoint holds"),
         (crafted_generators, "WeightsUnpickler|weights_only|Weights only"),
         (metadata_of_a_file_outside, "which the checkpoint does not have"),
         (lambda folder: rewrite(folder, "../outside", b"x"), "is not a file name"),

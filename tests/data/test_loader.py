@@ -139,19 +139,6 @@ def test_a_run_resumes_with_unchanged_data() -> None:
     assert again.state_dict()["position"]["counts"] == loader().schedule.counts(20 * BATCH)
 
 
-def test_a_lengthened_run_resumes_as_if_it_had_not_stopped() -> None:
-    def of(steps: int) -> list[Phase]:
-        return [Phase(phase.name, steps=steps // 2, blend=phase.blend) for phase in PHASES]
-
-    longer = resumed(state_after(loader(), 18), of(40))
-    straight = seen(longer, 18, 40)
-    longer.consumed_samples = 25 * BATCH
-    other = resumed(saved(longer), of(40))
-    assert other.fingerprint == longer.fingerprint
-    assert seen(other, 25, 40) == straight[7 * BATCH :]
-    assert seen(resumed(saved(longer), of(60)), 18, 25) == straight[: 7 * BATCH]  # lengthened a second time
-
-
 def test_new_files_are_mixed_into_the_rest_of_the_epoch() -> None:
     """Files are added twice, the second time before the first ones are used up. Each window comes exactly once."""
     phases = [Phase("a", blend={"code": 1}, steps=200)]
@@ -179,22 +166,6 @@ def test_a_source_of_which_nothing_was_consumed_may_be_replaced() -> None:
     other.sources = {**other.sources, "new": SampleSource("new", FILES[3], LENGTH, 1, 10**6)}
     other.load_state_dict(state)
     assert len(other.changes) == 1 and "of which nothing was consumed yet" in other.changes[0]
-
-
-def test_future_phases_may_change() -> None:
-    state = state_after(loader(), 12)
-    phases = [
-        PHASES[0],
-        Phase("b", steps=4, blend=PHASES[1].blend),
-        Phase("c", steps=9, blend={"code": 0.2, "prose": 0.4, "new": 0.4}, global_batch_size=12),
-    ]
-    other = resumed(state, phases, others=("prose", "new"))
-    [change] = other.changes
-    assert change.startswith("phases after sample 96: were b [96, 160) code 0.5, prose 0.5; are b [96, 112)")
-    assert seen(other, 12, 14) == seen(loader(), 12, 14) and other.schedule.num_samples == 14 * BATCH + 9 * 12
-    # A later checkpoint of the changed run resumes too.
-    rows = seen(other, 14, 23)
-    assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]
 
 
 @pytest.mark.parametrize(

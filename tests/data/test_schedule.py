@@ -116,11 +116,8 @@ def test_the_planned_use_counts_epochs_of_each_source(run: RunData) -> None:
         ("broad", "prose", 0.3, 0.96, 0.96),
         ("late", "prose", 1.0, 0.8, 1.76),
     ]
-    assert run.phases.counts(200) == {"code": 112, "prose": 88} and run.epochs(50) == {"code": 1.12, "prose": 1.76}
-
-
-def test_a_source_without_a_phase_gives_a_warning(run: RunData) -> None:
     assert "warning: no phase draws from data.sources.more" in run.summary()
+    assert run.phases.counts(200) == {"code": 112, "prose": 88} and run.epochs(50) == {"code": 1.12, "prose": 1.76}
 
 
 def test_a_run_above_its_limit_of_epochs_is_refused(run: RunData) -> None:

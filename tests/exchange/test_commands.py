@@ -1,5 +1,5 @@
 """scripts/convert.py: what it refuses, with exit code 2, one line that says what to do, and every file unchanged; and
-what it prints on success."""
+what it prints on success. Damaged checkpoints; output folders that are complete or do not exist."""
 
 import hashlib
 import json
@@ -7,14 +7,19 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.tokenizer import train_tokenizer
+from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.weights_only import new_folder
 from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
+from pretrain import CONFIGS
 from scripts import convert
 from tests.distributed.one_rank import flip_a_bit, rewrite_trainer
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
@@ -71,10 +76,6 @@ def naming_a_path(folder: Path) -> None:
     rewrite_trainer(folder, trainer, weights_only=False)
 
 
-def wrong_types(folder: Path) -> None:
-    rewrite_trainer(folder, {"config": {"precision": 3}})
-
-
 # (command, change of a copy of a valid folder, arguments, words of the line). In arguments, {it} is that folder, {out}
 # the output, {tmp} the test's folder.
 PLAIN, OTHER = "{it} {out}", "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
@@ -98,7 +99,12 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", pipe("manifest.json"), PLAIN, "manifest.json is not a plain file"),
     ("export-hf", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
     ("export-megatron", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
-    ("export-hf", wrong_types, PLAIN, "the checkpoint's configuration is not one of this program"),
+    (
+        "export-hf",
+        lambda f: rewrite_trainer(f, {"config": {"precision": 3}}),
+        PLAIN,
+        "configuration is not one of this",
+    ),
     ("import-hf", lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), PLAIN, "320 ids and the model"),
 ]
 
@@ -193,3 +199,60 @@ def test_the_commands_of_megatron_export_and_import(tmp_path: Path, mesh: Parall
     flip_a_bit(ours / SHARD)
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "again")]) == 2
     assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+@pytest.fixture
+def whole(tmp_path: Path, mesh: ParallelMesh) -> Checkpoint:
+    return checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh)))
+
+
+def test_a_damaged_shard_is_refused(whole: Checkpoint) -> None:
+    shard = whole.folder / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes().replace(b"data/0", b"data/9"))
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp"):
+        for name in whole.tensors:
+            whole.tensor(name)
+
+
+def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -> None:
+    (whole.folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    (whole.folder / "__0_0.distcp").symlink_to(tmp_path / "__0_0.distcp")
+    with pytest.raises(ValueError, match="is not a plain file"):
+        open_checkpoint(whole.folder, CONFIGS)
+    for index, place in whole._metadata.storage_data.items():
+        whole._metadata.storage_data[index] = replace(place, relative_path="../__0_0.distcp")
+    with pytest.raises(DamagedCheckpointError, match=r"names no file in the folder for a piece of model.head"):
+        whole.tensor("head.weight")
+
+
+def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "far" / "out") as folder:
+        (folder / "a").write_text("1")
+        assert not (tmp_path / "far" / "out").exists()
+        # As another command would.
+        with pytest.raises(ValueError, match=r"another command is writing .*out\.tmp; wait"):
+            new_folder(tmp_path / "far" / "out").__enter__()
+    assert [path.name for path in (tmp_path / "far").rglob("*")] == ["out", "a"]
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "other") as folder:
+        (folder / "a").write_text("1")
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="late exists already"), new_folder(tmp_path / "late") as folder:
+        (tmp_path / "late").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "late"]
+
+
+def test_remains_of_a_killed_command_are_replaced_and_other_folders_are_not(tmp_path: Path) -> None:
+    """Remains of a command contain a lock file that no process holds."""
+    (tmp_path / "out.tmp").mkdir()
+    for name in (".being_written", "half"):
+        (tmp_path / "out.tmp" / name).touch()
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
+    (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / "mine.tmp" / "thesis").write_text("years of work")
+    (tmp_path / "link.tmp").symlink_to(tmp_path / "mine.tmp")
+    for name in ("mine", "link"):
+        with pytest.raises(ValueError, match=rf"{name}\.tmp exists, and no such command wrote it"):
+            new_folder(tmp_path / name).__enter__()
+        assert (tmp_path / f"{name}.tmp" / "thesis").read_text() == "years of work"
