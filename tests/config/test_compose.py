@@ -11,7 +11,7 @@ from megatron_fp4.checkpoint.config_diff import configuration_changes
 from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, group_options, to_yaml
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, RecipeConfig
-from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from scripts import configuration_reference as reference
 from tests.composing import CONFIGS, changed, composed, saved_of
 
@@ -54,18 +54,14 @@ def test_defaults_are_valid() -> None:
 
 def test_overrides_of_every_form() -> None:
     config = make(
-        "train.steps=100", "optimizer.lr=3e-4", "model.rope=true", "parallel.sequence=false",
-        "precision.switch.when=0.8", "precision.bf16_blocks.names=['blocks.3.*', '*.out_proj']", "data=indexed",
-        SOURCES, "data.validation.web=/data/web_valid", "data.blends={first: {web: 1}}", "+data.seed=3",
-        "data.phases=[{name: a, fraction: 0.5, blend: {web: 1}}, {name: b, fraction: 0.5, blend: {code: 1.0}}]",
+        "parallel.sequence=false", "precision.bf16_blocks.names=['blocks.3.*', '*.out_proj']", "data=indexed", SOURCES,
+        "data.validation.web=/data/web_valid", "data.blends={first: {web: 1}}", "+data.seed=3", "data.phases=[]",
         "precision.fprop.weight.block=1x16", "precision.fprop.weight.four_over_six=true",
     )  # fmt: skip
-    assert (config.train.steps, config.optimizer.lr, config.model.rope, config.data.seed) == (100, 3e-4, True, 3)
-    assert config.parallel.sequence is False and config.precision.switch.when == "0.8"
+    assert config.parallel.sequence is False and config.data.seed == 3
     assert config.precision.bf16_blocks.names == ["blocks.3.*", "*.out_proj"]
     assert config.data.sources == {"web": "/data/web", "code": "/data/code"}
     assert config.data.validation == {"web": "/data/web_valid"} and config.data.blends == {"first": {"web": 1.0}}
-    assert config.data.phases == [PhaseConfig("a", 0.5, blend={"web": 1.0}), PhaseConfig("b", 0.5, blend={"code": 1.0})]
     # The override of fprop's weight also holds for dgrad's.
     weight, again = config.precision.fprop.weight, config.precision.dgrad.weight
     assert again.block == "1x16" and asdict(again) == {**asdict(weight), "source": "tensor"}

@@ -99,12 +99,7 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", pipe("manifest.json"), PLAIN, "manifest.json is not a plain file"),
     ("export-hf", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
     ("export-megatron", naming_a_path, PLAIN, "other, which is not used without your consent; give --trust-config"),
-    (
-        "export-hf",
-        lambda f: rewrite_trainer(f, {"config": {"precision": 3}}),
-        PLAIN,
-        "configuration is not one of this",
-    ),
+    ("export-hf", lambda f: rewrite_trainer(f, {"config": {"precision": 3}}), PLAIN, "configuration is not one of"),
     ("import-hf", lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), PLAIN, "320 ids and the model"),
 ]
 

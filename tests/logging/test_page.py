@@ -85,13 +85,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self.open += [] if tag in ("meta", "img", "br") else [tag]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        while (last := self.open.pop()) != tag:
+            assert last in ("meta", "img", "br")
 
     def handle_data(self, data: str) -> None:
         self.text += data + " "
