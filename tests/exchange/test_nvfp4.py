@@ -97,6 +97,8 @@ def chosen(*overrides: str, switched_at: int | None = None, which: str = "now", 
     return trained_plan(SimpleNamespace(**fields), (before, after), which)  # type: ignore[arg-type]
 
 
+SECTIONS = "precision.exceptions=[{names: ['*.in_proj'], sections: [z], precision: mxfp8}]"
+WIDE = ("model.ffn_dim=128", "model.num_query_heads=8")
 TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
 
 
@@ -104,22 +106,14 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
     ("overrides", "options", "problem"),
     [
         (["precision=bf16"], {}, "no linear was trained with NVFP4 weights (they are in bf16)"),
-        (
-            ["precision=mxfp4", "model.ffn_dim=128", "model.num_query_heads=8"],
-            {},
-            "(they are in mxfp4); export BF16 weights (--format hf, or bf16",
-        ),
+        (["precision=mxfp4", *WIDE], {}, "(they are in mxfp4); export BF16 weights (--format hf, or bf16"),
         (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic gives other codes"),
         (["precision.fprop.rht=16"], {}, "fprop.rht=16 transforms the weights"),
+        ([SECTIONS], {}, "blocks.0.mixer.in_proj[x,B,C,dt] has a tensor scale of its own, but engines"),
         (
-            ["precision.exceptions=[{names: ['*.in_proj'], sections: [z], precision: mxfp8}]"],
+            ["precision.amax=shard", "parallel.tensor=2", *WIDE],
             {},
-            "blocks.0.mixer.in_proj[x,B,C,dt] has a tensor scale of its own, but engines",
-        ),
-        (
-            ["precision.amax=shard", "parallel.tensor=2", "model.ffn_dim=128", "model.num_query_heads=8"],
-            {},
-            "amax=shard gave each of 2 tensor-parallel ranks its own tensor scale",
+            "amax=shard gave each of 2 tensor-parallel ranks its",
         ),
         (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: there was no precision switch between"),
         (TO_BF16, {"switched_at": 0}, "no linear was trained with NVFP4 weights (they are in bf16); export BF16"),

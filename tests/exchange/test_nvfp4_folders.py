@@ -78,10 +78,8 @@ def exported(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     @functools.cache
     def folder(name: str, form: str, *more: str) -> Path:
         output = root / "_".join([name, form, *more])
-        assert (
-            convert.main(["export-hf", "--trust-config", str(checkpoints[name]), str(output), "--format", form, *more])
-            == 0
-        )
+        given = [str(checkpoints[name]), str(output), "--format", form, *more]
+        assert convert.main(["export-hf", "--trust-config", *given]) == 0
         return output
 
     return folder
