@@ -28,17 +28,6 @@ def test_small_groups_pool_their_variance() -> None:
     assert found["own"].error == pytest.approx(np.sqrt(2.5 / 5)) and not found["own"].shared
 
 
-@pytest.mark.parametrize(("seeds", "recipes"), [(2, 1), (2, 4), (3, 1), (3, 4)])
-def test_about_95_percent_of_pooled_intervals_contain_the_true_gap(seeds: int, recipes: int) -> None:
-    """This holds although all gaps subtract the same base runs."""
-    rng, contain = np.random.default_rng(0), []
-    for _ in range(2000):
-        gaps = rng.normal(0, 1, (recipes, seeds)) - rng.normal(0, 1, seeds)
-        shared = pooled(list(gaps))
-        contain += [abs(one.mean) < one.half_width for one in (estimate(list(gap), shared) for gap in gaps)]
-    assert 0.92 < np.mean(contain) < 0.96
-
-
 def test_neighbouring_steps_are_averaged_in_blocks() -> None:
     """The noise is the same for eight steps in a row. Taken as independent, its intervals would be too narrow."""
     rng, contain = np.random.default_rng(0), []
