@@ -42,14 +42,14 @@ def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
 
 def test_a_stopped_rank_is_reported(small: list[str], tmp_path: Path) -> None:
     # Ranks may also wait in a save in the background, so there is one every second step.
-    more = ("parallel.timeout_seconds=20", "checkpoint.interval=2", "data.num_workers=0")
+    more = ("parallel.timeout_seconds=10", "checkpoint.interval=2", "data.num_workers=0")
     first, second = two_ranks(tmp_path / "run", small, *more)
     os.kill(second.pid, signal.SIGSTOP)
     output, _ = first.communicate(timeout=240)
     second.send_signal(signal.SIGKILL)
     assert first.returncode == 1 and state(tmp_path / "run")["state"] == "crashed"
     at_half_the_timeout, _, at_the_end = output.partition("Traceback")
-    assert "rank 0 has been in step" in at_half_the_timeout and "collectives fail after 20 s" in at_half_the_timeout
+    assert "rank 0 has been in step" in at_half_the_timeout and "collectives fail after 10 s" in at_half_the_timeout
     named = f"rank 1 (process {second.pid} on "
     advice = f"its process is stopped (`kill -CONT {second.pid}` resumes it)"
     for text in (at_half_the_timeout, at_the_end):
