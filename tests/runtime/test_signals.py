@@ -133,18 +133,11 @@ def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(tmp_path: P
     first.saved()
     assert not (tmp_path / "STOP").exists()
     assert first.stop and first.why_stop == "the file STOP"  # the request stays
-
-
-@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_stop_file_that_was_made_while_a_job_waited_for_its_restart_is_obeyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "1")
-    (tmp_path / "STOP").touch()
-    conditions = StopConditions(tmp_path, 0.0, StopRequest(), active=True)
-    assert conditions.why_stop == "the file STOP"
-    conditions.saved()
-    assert not (tmp_path / "STOP").exists()
+    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        (tmp_path / "STOP").touch()  # while a job waited for its restart
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert StopConditions(tmp_path, 0.0, StopRequest(), active=True).why_stop == "the file STOP"
 
 
 def test_a_folder_that_is_replaced_during_a_run_is_said_once(tmp_path: Path, caplog, monkeypatch) -> None:
