@@ -60,21 +60,14 @@ def test_every_field_of_a_config_is_in_the_recipe():
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
 
 
-def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
-    recipe = switched_recipe(ref.NVFP4, BF16, "forward")
-    name = "nvfp4, forward bf16"
-    assert recipe == changed(ref.NVFP4, name=name, fprop_activation=Operand(), fprop_weight=Operand())
-
-
-def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_1x16_weights():
-    recipe = switched_recipe(ref.NVFP4, BF16, "backward")
-    assert recipe == replace(ref.QAF, name="nvfp4, backward bf16")
-    assert recipe.fprop.right.block == (1, 16)
+def test_a_switch_of_one_pass_leaves_the_other_which_then_has_1x16_weights():
+    plain = {"fprop_activation": Operand(), "fprop_weight": Operand()}
     rows = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
-    assert switched_recipe(rows, BF16, "backward").fprop.right == ref.W
+    assert switched_recipe(ref.NVFP4, BF16, "forward") == changed(ref.NVFP4, name="nvfp4, forward bf16", **plain)
+    for recipe in (ref.NVFP4, rows):
+        assert switched_recipe(recipe, BF16, "backward") == replace(ref.QAF, name="nvfp4, backward bf16")
     to_fp8 = switched_recipe(ref.NVFP4, ref.FP8, "backward")
-    assert to_fp8[DGRAD_GRADIENT] == ref.F8
-    assert to_fp8.fprop.left == ref.X
+    assert (to_fp8[DGRAD_GRADIENT], to_fp8.fprop.left) == (ref.F8, ref.X)
 
 
 @pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard")])

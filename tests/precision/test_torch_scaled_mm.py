@@ -8,13 +8,11 @@ import torch
 
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.support import first_refusal
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.verify import Case
-from megatron_fp4.quantization.rounding import WHOLE
 from tests.precision import reference as ref
 from tests.quantization import cublas
 
@@ -51,17 +49,3 @@ def test_operands_have_the_bits_of_the_reference_and_products_agree(name):
         for actual, expected in zip(found, ref.specified(x, w, dy, ref.context_of(recipe)), strict=True):
             assert actual.dtype == expected.dtype
             torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("operand, columns", [(ref.X, 48), (ref.X, 64), (ref.MX8, 64)], ids=str)
-def test_codes_are_those_of_the_quantizer_padded_with_zeros(operand, columns):
-    x = torch.randn(160, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x[32:64, 8:16], x[0, 0], x[1, 5], x[2, 9] = -1e-30, -0.0, 1000, 3e-39
-    expected = operand.encode(x.float())
-    made = TorchBackend().operands(x, WHOLE, OperandRequest(operand), None)[0]()
-    assert torch.equal(made.decoded().codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(made.decoded().scales.view(torch.uint8), expected.scales.view(torch.uint8))
-    size, padded = x.shape[1] // made.form.per_byte, -(-x.shape[1] // 32) * 32 // made.form.per_byte
-    assert made.codes.shape == (160, padded) and not made.codes[:, size:].any()
-    codes = made.codes if made.form.per_byte == 2 else made.codes.view(torch.float8_e4m3fn)
-    assert torch.equal(cublas.decoded(codes, made.scales)[:, : x.shape[1]], made.unpacked())

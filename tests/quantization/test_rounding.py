@@ -127,10 +127,16 @@ def test_draws_are_frozen():
 
 @pytest.mark.parametrize("function", [random_bits, random_uniform, rounding_draws])
 def test_draws_depend_only_on_key_and_global_position(function):
+    """In any order: tokens of an expert, of several micro-batches, do not come in pairs."""
     whole = function(RoundingKey(99), 64, 96, "cpu")
     for row, column, height, width in ((0, 0, 64, 96), (16, 32, 48, 64), (63, 94, 1, 2), (5, 0, 2, 96)):
         shard = function(RoundingKey(99, Place(Span(row), Span(column))), height, width, "cpu")
         assert torch.equal(shard, whole[row : row + height, column : column + width])
+    rows, columns = torch.randperm(64)[:20], torch.randperm(96)[:31]
+    place = Place(Span(rows), Span(columns))
+    assert torch.equal(function(RoundingKey(99, place), 20, 31, "cpu"), whole[rows][:, columns])
+    transposed = function(RoundingKey(99), 96, 64, "cpu")
+    assert torch.equal(function(RoundingKey(99, place.t()), 31, 20, "cpu"), transposed[columns][:, rows])
 
 
 def test_draws_for_rounding_are_uniform_and_those_of_neighbours_independent():

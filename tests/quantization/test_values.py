@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4.quantization import Place, Span, quantize, quantize_nvfp4, rounding_key
+from megatron_fp4.quantization import quantize, quantize_nvfp4, rounding_key
 from megatron_fp4.quantization.rounding import rounding_draws
 from tests.quantization import oracle
 from tests.quantization.cases import NAMES, close_in_fp32, codes_of, scales_of, tensors
@@ -98,21 +98,6 @@ def test_a_non_finite_element_makes_its_block_non_finite_and_in_nvfp4_all_values
     for rounding in ("nearest", "stochastic") if name in FOUR_BITS else ("nearest",):
         values = quantized(name, x, square, rounding=rounding, key=rounding_key(0)).dequantize()
         assert torch.equal(~values.isfinite(), expected)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_shards_have_the_codes_of_the_whole(name: str) -> None:
-    """Given the amax of the whole, and for stochastic rounding the shard's offsets."""
-    x = torch.from_numpy(tensors(64, 256)["gauss"])
-    shard, amax = x[32:, 128:], {"amax": x.abs().max()} if FORMATS[name].name == "nvfp4" else {}
-    key, shard_key = rounding_key(1), rounding_key(1).at(Place(Span(32), Span(128)))
-    for rounding in ("nearest", "stochastic") if name in FOUR_BITS else ("nearest",):
-        expected = codes_in(name, quantized(name, x, rounding=rounding, key=key))[32:, 128:]
-        actual = quantized(name, shard, rounding=rounding, key=shard_key, **amax)
-        assert np.array_equal(codes_in(name, actual), expected)
-        if rounding == "stochastic":
-            without_offsets = quantized(name, shard, rounding=rounding, key=key, **amax)
-            assert not np.array_equal(codes_in(name, without_offsets), expected)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
