@@ -121,7 +121,6 @@ def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
     ("overrides", "message"),
     [
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
-        (["model.ffn_dim=256"], "model.ffn_dim: 128 in the checkpoint, 256 now. Set these back, or choose another run"),
         (["train.steps=2"], "has 32 samples in 4 steps, but the run ends after 2 steps; resume with train.steps=4"),
         (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
         (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),

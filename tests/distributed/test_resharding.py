@@ -119,7 +119,7 @@ def initialized(rank: int, layout: Layout, given: str, root: str) -> tuple[str, 
     return f"{begun.path} {begun.step}", {name: whole(value) for name, value in model.state_dict().items()}, fresh
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("run", TP2), ("import", ONE), ("import", DP2)])
+@pytest.mark.parametrize(("kind", "layout"), [("run", TP2), ("import", DP2)])
 def test_a_new_run_from_weights_has_their_bits(trained: Run, kind: str, layout: Layout, tmp_path: Path) -> None:
     """The weights are those of a run's newest checkpoint, or of an import. Moments and generators are new."""
     given, expected = trained.folder, f"{trained.checkpoint()} 2"

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.rng import StepState
 from models.attention import attend, attend_fused, split_heads
 from models.execution import Execution, torch_compile
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
+from models.hybrid import HybridModel
 from models.mamba2 import causal_conv_silu, fused_conv_silu, gated_rms_norm
 from models.mixer import rms_norm
 from models.mlp import _squared_relu, squared_relu
 from models.pattern import choose_execution
 from models.positions import Documents, rope_tables
 from models.ssd import ScanInputs, fused_scan, plain_scan
+from tests.distributed.hybrid import controlled_model
 from tests.models.builders import relative_error
 from tests.models.test_documents import spans
 
@@ -135,13 +136,7 @@ def test_compiled_functions() -> None:
 
 
 def model_of(execution: Execution, mesh: ParallelMesh, *, reshard: bool = False) -> HybridModel:
-    with torch.device("meta"):
-        model = build_model(CONFIG, mesh, torch.bfloat16, execution)
-    parts = {"units": list(model.blocks), "ends": [model.embedding, model.head], "fp32_units": model.fp32_units()}
-    apply_data_parallel(model, mesh, **parts, compute_dtype=torch.bfloat16, reshard=reshard)
-    model.to_empty(device="cuda")
-    initialize(model, CONFIG, 0)
-    return model
+    return controlled_model(mesh, BF16, StepState(seed=0), CONFIG, torch.bfloat16, reshard, execution)[0]
 
 
 def fused(**changes: str) -> Execution:

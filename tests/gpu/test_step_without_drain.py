@@ -7,12 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from tests.training.harness import ToyBatch, ToyModel, toy_batches, train_step, whole
+from megatron_fp4.training.optimizer import optimizer_state
+from tests.training.harness import ToyBatch, toy, toy_batches, train_step, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,12 +35,7 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, bool]]]:
     """Weights, moments and step counts after five steps, the fourth of which has a gradient that is not finite."""
     mesh, step_state = build_mesh(ParallelConfig(), torch.device("cuda", 0)), StepState(seed=0)
-    torch.manual_seed(0)
-    model = ToyModel().cuda()
-    apply_data_parallel(
-        model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=torch.float32, reshard=False
-    )
-    optimizer, results = build_optimizer(model, OptimizerConfig(lr=1e-2)), []
+    (model, optimizer), results = toy(mesh), []
     for step in range(5):
         batches = [ToyBatch(b.index, b.tokens.pin_memory(), b.targets.pin_memory()) for b in toy_batches(step, mesh)]
         poison = None

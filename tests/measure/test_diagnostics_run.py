@@ -13,18 +13,16 @@ from megatron_fp4.measure.diagnostics import Probe, ResidualStream, diagnostics_
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.measure.replay import replay
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.verify import Recheck
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import controlled_model
-from tests.precision.reference import NVFP4
+from tests.precision.reference import ALL_THE_WAY, NVFP4
 from tests.training.harness import ToyBatch, launch, toy_batches, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 
-ROW, SR = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
-ALL_THE_WAY = Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR))
 CONFIG = ModelConfig(
     pattern="*-", vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=16
 )

@@ -21,27 +21,20 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import WHOLE
 from megatron_fp4.quantization.tensor import QuantizedTensor, scale_values
-from tests.precision.reference import NVFP4, QUARTET2
+from tests.precision.reference import DY, FP8, MXFP4, NVFP4, QUARTET2, X_46, X
 from tests.recipes import changed
 from tests.training.harness import launch, toy_mesh
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
-ROW = Operand("nvfp4", (1, 16))
-SR = replace(ROW, rounding="stochastic")
-MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
-FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
-
 RECIPES = {
     "nvfp4": NVFP4,
-    "mxfp4": Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_SR, MX), Gemm(MX_SR, MX, 32)),
-    "fp8": Recipe("fp8", Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8)),
-    "4/6, signs afresh": changed(
-        NVFP4, fprop_activation=replace(ROW, four_over_six="absolute"), dgrad_rht=16, rht_signs="fresh"
-    ),
-    "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, source="codes"), wgrad_rht=0),
+    "mxfp4": MXFP4,
+    "fp8": FP8,
+    "4/6, signs afresh": changed(NVFP4, fprop_activation=X_46, dgrad_rht=16, rht_signs="fresh"),
+    "as fprop": changed(NVFP4, wgrad_activation=replace(X, source="codes"), wgrad_rht=0),
     "by Quartet II": QUARTET2,
-    "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
+    "activations only": Recipe("activations only", Gemm(X), wgrad=Gemm(right=X, rht=16)),
 }
 
 
@@ -212,7 +205,7 @@ def _pass(
 
 def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
     """Assert that probes encode what linears multiply, also with sequence parallelism; returns their measurements."""
-    for recipe in (changed(RECIPES["by Quartet II"], fprop_activation=SR), NVFP4):
+    for recipe in (changed(RECIPES["by Quartet II"], fprop_activation=DY), NVFP4):
         with _measured() as measured:
             layers = _pass(Probe(), toy_mesh(tp_size, tp_size > 1), recipe, 256 // tp_size, _RecordingBackend)
         multiplied = {name: layer.context.backend.multiplied for name, layer in layers.items()}

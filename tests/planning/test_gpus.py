@@ -64,19 +64,6 @@ def test_the_schema_lists_these_gpus() -> None:
     assert set(get_args(get_args(get_type_hints(ParallelConfig)["gpu"])[0])) == set(GPUS)
 
 
-def test_the_planned_backend() -> None:
-    for given, backend in (
-        ([], "emulated"),
-        (["parallel.gpu=h200"], "emulated"),
-        (["parallel.gpu=b200"], "transformer_engine"),
-        (["parallel.gpu=b200", "precision=bf16"], "emulated"),
-        (["parallel.gpu=b200", "precision=mxfp4"], "emulated"),  # transformer_engine has no mxfp4
-        (["parallel.gpu=b200", "precision.backend=torch"], "torch"),
-    ):
-        config = composed(*given)
-        assert as_planned(config, plans_of(config)).precision.backend == backend
-
-
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["train.micro_batch_size=512", "train.global_batch_size=512", "train.sequence_length=8192", "run.dry=true"]
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
@@ -94,17 +81,21 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "use more ranks, a GPU with more memory, or a smaller model" in capsys.readouterr().err
 
 
-def test_the_planned_gpu_has_the_tensor_cores_of_the_backend() -> None:
+def test_the_planned_gpu_and_backend() -> None:
     """Without parallel.gpu, FP4 on a native backend is planned for a B200. A GPU without FP4 is refused."""
-    for given, gpu in (
-        (["precision.backend=torch"], "b200"),
-        (["precision.backend=transformer_engine"], "b200"),
-        (["precision.backend=transformer_engine", "precision=mxfp8"], "h100"),
-        (["precision.backend=emulated"], "h100"),
-        ([], "h100"),
+    for given, gpu, backend in (
+        ([], "h100", "emulated"),
+        (["parallel.gpu=h200"], "h200", "emulated"),
+        (["parallel.gpu=b200"], "b200", "transformer_engine"),
+        (["parallel.gpu=b200", "precision=bf16"], "b200", "emulated"),
+        (["parallel.gpu=b200", "precision=mxfp4"], "b200", "emulated"),  # transformer_engine has no mxfp4
+        (["precision.backend=torch"], "b200", "torch"),
+        (["precision.backend=transformer_engine"], "b200", "transformer_engine"),
+        (["precision.backend=transformer_engine", "precision=mxfp8"], "h100", "transformer_engine"),
     ):
         config = composed(*given)
-        assert as_planned(config, plans_of(config)).parallel.gpu == gpu
+        planned = as_planned(config, plans_of(config))
+        assert (planned.parallel.gpu, planned.precision.backend) == (gpu, backend)
     config = composed("precision.backend=transformer_engine", "parallel.gpu=h200")
     with pytest.raises(ConfigError, match="has no tensor cores for 4 bits"):
         as_planned(config, plans_of(config))

@@ -58,9 +58,7 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before, there is no four-over-six"),
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.17.0+abc", NATIVE),
         (TE, (12, 0), "nvfp4", {}, "2.18.0", "before, stochastic rounding makes every gradient zero"),
-        (TE, (10, 0), "nvfp4", {"wgrad.rht": 32}, "2.20.2", "it cannot compute precision.wgrad.rht=32"),
         (TE, (10, 0), "nvfp4_all_the_way", {}, "2.20.2", "rounding=stochastic"),
-        (TE, (10, 0), "nvfp4_quartet2", {}, "2.20.2", "it cannot compute precision.rht_signs=fresh"),
         (TE, (10, 0), "nvfp4_best", {}, "2.20.2", NATIVE),
         (TE, (12, 0), "nvfp4_best", {}, "2.20.2", "native mxfp8 needs compute capability 10.0, 10.3"),
         (TE, (10, 0), "fp8_block", {}, "2.20.2", "power_of_two_scales"),
@@ -69,7 +67,6 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         (TORCH, (10, 0), "nvfp4", {}, "12.8", CORES),
         (TORCH, (12, 1), "mxfp8", {}, "12.8", CORES),
         (TORCH, (10, 0), "nvfp4", {}, "12.6", "need CUDA 12.8 and this PyTorch is built with 12.6"),
-        (TORCH, (10, 0), "mxfp4", {}, "12.8", "precision.fprop.activation.format=mxfp4"),
     ],
 )
 def test_backends_by_capability_recipe_and_version(machine, backend, capability, precision, changes, version, why):

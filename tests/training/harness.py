@@ -176,7 +176,7 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -
     random.seed(seed + mesh.rank)
     np.random.seed(seed + mesh.rank)
     torch.manual_seed(seed)
-    model = ToyModel()
+    model = ToyModel().to(mesh.device)
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))

@@ -6,9 +6,9 @@ import torch
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.validation import evaluate
-from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step
+from tests.training.harness import ToyBatch, alone, toy, toy_batches, train_step
 
-NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}  # with 2 ranks: 2 + 1, 1 + 0, 3 + 2
+NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}
 
 
 def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
@@ -21,13 +21,8 @@ def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
     return sources
 
 
-def _evaluate(rank: int) -> dict[str, float]:
-    mesh = toy_mesh()
-    model, _ = toy(mesh)
-    return evaluate(model, _sources(mesh), mesh, StepState(0))
-
-
-def test_the_loss_is_the_mean_over_tokens_on_any_number_of_ranks() -> None:
+def test_the_loss_is_the_mean_over_tokens() -> None:
+    """On several ranks, too: tests/distributed/test_masked_documents.py."""
     with alone() as mesh:
         model, _ = toy(mesh)
         losses = [model(b.tokens, b.targets).item() for b in _sources(mesh)["web"]]
@@ -36,8 +31,6 @@ def test_the_loss_is_the_mean_over_tokens_on_any_number_of_ranks() -> None:
             evaluate(model, {**_sources(mesh), "nothing": []}, mesh, StepState(0))
     assert list(single) == list(NUM_GLOBAL)
     assert single["web"] == pytest.approx((2 * losses[0] + 2 * losses[1] + losses[2]) / 5, rel=1e-6)
-    both = launch(_evaluate, 2)
-    assert both[0] == both[1] == pytest.approx(single, rel=1e-6)
 
 
 def test_evaluation_does_not_change_training() -> None:
