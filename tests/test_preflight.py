@@ -23,7 +23,7 @@ from tests.distributed.one_rank import flip_a_bit
 from tests.test_resume import FEW, checkpoint, cut, data
 
 __all__ = ["data"]
-STEPS = 4
+STEPS, BEGIN = 4, "checkpoint.initialize_from=RUN"
 Check = Callable[..., list[str]]
 
 
@@ -130,24 +130,13 @@ def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
         ([f"run.dir=RUN/{'x' * 300}"], "File name too long"),
         (["run.dir=/proc/nothing"], "run.dir=/proc/nothing cannot be written to"),
         (["data.max_epochs=0.0001"], "the run would go through"),
-        (
-            ["checkpoint.initialize_from=RUN"],
-            "has checkpoints of a run that began from new weights; choose another run",
-        ),
-        (
-            ["run.dir=RUN/new", "checkpoint.initialize_from=RUN", "model.ffn_dim=256"],
-            "is of another model or tokenizer",
-        ),
-        (["run.dir=RUN/new", "checkpoint.initialize_from=RUN", "data.tokenizer=RUN/t.json"], "data.tokenizer: None in"),
+        ([BEGIN], "has checkpoints of a run that began from new weights; choose another run"),
+        ([BEGIN, "run.dir=RUN/new", "model.ffn_dim=256"], "is of another model or tokenizer"),
+        ([BEGIN, "run.dir=RUN/new", "data.tokenizer=RUN/t.json"], "data.tokenizer: None in"),
     ],
 )
 def test_the_check_refuses_what_a_start_refuses(
-    overrides: list[str],
-    message: str,
-    data: list[str],
-    trained: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    overrides: list[str], message: str, data: list[str], trained: Path, tmp_path: Path, capsys
 ) -> None:
     run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
     train_tokenizer(["some text"] * 3, 300).save(run_dir / "t.json")

@@ -18,8 +18,10 @@ from tests.composing import CONFIGS, changed, composed, validate
 PHASE = "data.phases=[{{name: a, {}}}]"
 TE = "precision.backend=transformer_engine"
 EDEN = ["precision.wgrad.gradient.rounding=ms_eden", "precision.wgrad.rht=128", "precision.rht_signs=fresh"]
+SWITCH_TO_NVFP4 = "precision.switch.target=nvfp4"
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 EACH = ["parallel.reduce_gradients=each"]
+EXPERTS_UP = ["model=moe_tiny", "precision.bf16_blocks.names=[*.experts_down]"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
 READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
 
@@ -113,11 +115,7 @@ TOGETHER = [
     (["model=moe_tiny", "model.moe_top_k=9"], "model.moe_top_k=9 is more than the 8 experts in model.moe_top_g", "8"),
     (["model=moe_tiny", "model.moe_num_groups=3"], "is not a multiple of model.moe_num_groups=3; use one of 1, 2", "4"),
     (["model=moe_tiny", "model.moe_top_groups=2"], "model.moe_top_groups=2 is more than model.moe_num_groups=1", "1"),
-    (
-        ["model=moe_tiny", "model.moe_top_groups=2", "model.moe_num_groups=8"],
-        "one of 8 experts in a group, and model.moe_group_score=top_2",
-        "4",
-    ),
+    (["model=moe_tiny", "model.moe_top_groups=2", "model.moe_num_groups=8"], "one of 8 experts in a group, and", "4"),
     (["model=moe_tiny", "model.moe_group_score=top_share"], "has no effect with model.moe_num_groups=1", "top_2"),
     (["model.rope=true", "model.head_dim=33"], "model.head_dim=33", "34"),
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
@@ -154,12 +152,12 @@ RECIPES = [
     ("precision.exceptions=[{blocks: X}]", "exceptions[0].blocks=X has 'X'"),
     ("precision.exceptions=[{names: ['*.in_proj'], sections: [q]}]", "['*.in_proj']; these have z, x, B, C, dt"),
     ("precision.exceptions=[{names: ['*.up_proj'], sections: [z]}]", "these have none; remove sections"),
-    ("precision.switch.target=nvfp4", "precision.switch.when=never", "precision.switch.when=never"),
+    (SWITCH_TO_NVFP4, "precision.switch.when=never", "precision.switch.when=never"),
     (["precision=bf16", "precision.recheck_interval=10"], "interval=10 has no effect", "precision=nvfp4"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect"),
     (["precision=bf16", "precision.bf16_blocks.last=2"], "precision.bf16_blocks.last=2 has no effect"),
     (["precision=bf16", "precision.diagnostics.interval=5"], "precision.diagnostics.interval=5"),
-    (["precision=bf16", "precision.switch.when=gradient_noise", "precision.switch.target=nvfp4"], "never switches"),
+    (["precision=bf16", "precision.switch.when=gradient_noise", SWITCH_TO_NVFP4], "never switches"),
     (["precision.wgrad.rht=0", "precision.rht_signs=fresh"], "precision.rht_signs=fresh"),
     (["precision.switch.when=0.5", "precision.switch.interval=5"], "precision.switch.interval=5"),
     (["precision=bf16", "precision.sums=blackwell"], "precision.sums=blackwell has no effect: nothing is quantized"),
@@ -178,11 +176,7 @@ ON_GPUS = [
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
     (["parallel.tensor=2", "model=moe_tiny"], 2, "parallel.tensor=2 does not divide the parts of an expert=1; sizes"),
-    (
-        ["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"],
-        2,
-        "multiple of parallel.tensor=2 x 128 = 256",
-    ),
+    (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "of parallel.tensor=2 x 128 = 256"),
     (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use", "64"),
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 ", "1024"),
     (["parallel.reproducible=true", "run.deterministic=false"], 2, "and run.deterministic is false", "true"),
@@ -197,22 +191,8 @@ ON_GPUS = [
     ([TE, "precision.wgrad.gradient.block=16x16"], 1, "precision.wgrad.gradient.block=16x16"),
     ([TE, "model.hidden_dim=272"], 1, "multiple of 32"),
     ([TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"], 1, "exceptions[0].precision=mxfp4:"),
-    (
-        ["model=moe_tiny", TE],
-        1,
-        "backend=transformer_engine does not go with blocks.1.mixer.experts_up: its",
-        "emulated",
-    ),
-    (
-        [
-            "model=moe_tiny",
-            "precision=fp8_block",
-            "model.moe_ffn_dim=192",
-            "precision.bf16_blocks.names=[*.experts_down]",
-        ],
-        1,
-        "192 output features of",
-    ),
+    (["model=moe_tiny", TE], 1, "=transformer_engine does not go with blocks.1.mixer.experts_up: its", "emulated"),
+    ([*EXPERTS_UP, "precision=fp8_block", "model.moe_ffn_dim=192"], 1, "192 output features of"),
     (["precision.sums=blackwell", TE], 1, "backend=transformer_engine adds in the order of its", "emulated"),
     (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16", "precision=nvfp4"),
 ]
@@ -262,12 +242,7 @@ ACCEPTED = [
     ["precision.wgrad.gradient.format=bf16", "precision.wgrad.activation.format=bf16"],  # the transform stays too
     ["precision.fprop.activation.format=bf16", "precision.fprop.rht=16"],
     ["precision.switch.when=never", "precision.switch.target=fp8_block", "precision.switch.threshold=2.0"],
-    [
-        "precision=bf16",
-        "precision.switch.when=0.5",
-        "precision.switch.target=nvfp4",
-        "precision.diagnostics.interval=5",
-    ],
+    ["precision=bf16", SWITCH_TO_NVFP4, "precision.switch.when=0.5", "precision.diagnostics.interval=5"],
     ["precision.wgrad.activation.source=codes", "precision.dgrad.weight.source=codes", "precision.wgrad.rht=0"],
     ["precision.exceptions=[{names: ['*.in_proj'], precision: fp8_block}]", "model.mamba_head_dim=66"],
     ["model.head_dim=33", "precision.bf16_blocks.first=3"],  # the only attention block is in BF16

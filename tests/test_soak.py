@@ -49,12 +49,7 @@ def runs(tmp_path: Path) -> list[Path]:
         ("metrics.jsonl.1", "", "of a start before the first checkpoint", None),
         ("metrics.jsonl", '"loss": 1.0', '"loss": 1.0000001', "records of kind step of steps [3]"),
         ("metrics.jsonl", '"step": 3', '"step": 4', "records of kind step are of steps [1, 2, 4, 4]"),
-        (
-            "checkpoints/step_00000004/__0_0.distcp",
-            "w",
-            "W",
-            "step_00000004/__0_0.distcp is not what its manifest says",
-        ),
+        ("checkpoints/step_00000004/__0_0.distcp", "w", "W", "__0_0.distcp is not what its manifest says"),
         ("checkpoints/step_00000004/trainer.json", '"skipped": 0', '"skipped": 1', "differs in ['skipped']"),
         ("checkpoints/latest", "4", "2", "`latest` names step_00000002"),
         ("checkpoints/step_00000002.tmp", "", "left", "left over: checkpoints/step_00000002.tmp"),

@@ -9,10 +9,10 @@ from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.linear import quantized_linear, split_linear
 from megatron_fp4.precision.operands import LinearContext, Sharding
 from megatron_fp4.precision.recipe import BF16
-from megatron_fp4.precision.rng import StepState, keyed_operands
+from megatron_fp4.precision.rng import DeviceKeys, StepState, keyed_operands
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import hadamard, rounding
-from megatron_fp4.quantization.rounding import random_bits
+from megatron_fp4.quantization.rounding import RoundingKey, random_bits, rounding_key
 from tests.precision import reference as ref
 from tests.quantization import cublas
 
@@ -216,3 +216,21 @@ def test_a_draw_depends_on_seed_step_micro_batch_linear_operand_and_element(reci
     assert len(draws) == 2 * 2 * 2 * 2 * len(keyed_operands({"a": recipe}))
     bits = torch.cat([each.flatten() for each in draws.values()])
     assert len(bits.unique()) == len(bits)
+
+
+def test_the_table_in_device_memory_has_the_hosts_key_of_every_operand_step_and_micro_batch() -> None:
+    recipes = {"a": ref.NVFP4, "b": BF16, "c": replace(ref.NVFP4, rht_signs="fresh")}
+    drawn = ("dgrad_gradient", "wgrad_gradient")
+    named = [*(("a", name) for name in drawn), *(("c", name) for name in (*drawn, "wgrad_signs"))]
+    assert keyed_operands(recipes) == named
+    keys, seen = DeviceKeys(recipes, torch.device("cpu")), set()
+    for place in ((11, 0, 0), (11, 1, 3), (11, 70_000, 3)):  # seed, step, micro-batch
+        keys.fill(*place)
+        for linear, operand in named:
+            row = keys.of(linear, operand, RoundingKey(0)).device
+            assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
+            assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
+            low, high = (value & 0xFFFFFFFF for value in row[:2].tolist())
+            assert low + (high << 32) == rounding_key(*place, linear, operand).key
+            seen.add((low, high))
+    assert len(seen) == 3 * 5

@@ -25,6 +25,7 @@ from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import WHOLE, rounding_key
 from megatron_fp4.quantization.segments import Segments
+from tests.quantization.partitions import CASES, check_parts
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
 ALONG = ("columns", "rows")
@@ -62,6 +63,11 @@ def test_each_format_describes_what_its_encoder_returns(operand: Operand) -> Non
     # The operand of a GEMM has the same values.
     gemm_operand = quantize_operand(x, WHOLE, OperandRequest(operand, key=KEY, dtype=torch.float32)).unpacked()
     assert torch.equal(gemm_operand.float(), values) and gemm_operand.dtype == encoded.exact
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_have_the_codes_of_the_whole(name: str) -> None:
+    check_parts(CASES[name], "cpu")
 
 
 def signatures() -> dict[str, tuple[list[str], list[str]]]:
