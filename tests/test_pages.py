@@ -4,14 +4,14 @@ that read the clone still pass. Runs have four steps of a smaller model."""
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run_program
+from tests.programs import run_program
+from tests.test_packaging import copy_tracked
 
 pytestmark = pytest.mark.slow
 PAGES = ["README.md", "docs/quickstart.md", "docs/recipes.md"]
@@ -47,11 +47,7 @@ def commands_of(page: Path) -> list[list[str]]:
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files that git tracks, as they are now, and a corpus."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in tracked.split("\0"):
-        if name and not name.startswith("docs/records/") and (ROOT / name).exists():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
+    copy_tracked(tmp_path, without="docs/records/")
     for command in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     (tmp_path / "corpus").mkdir()

@@ -55,9 +55,8 @@ class Run:
         return [whole(parameter) for parameter in self.model.parameters()]
 
 
-def _residual_stream(rank: int) -> tuple[dict[str, float], list[float]]:
-    """The measured root mean squares, and those of the blocks called one after another."""
-    run, stream, expected = Run(toy_mesh(1), NVFP4), ResidualStream(), []
+def test_the_residual_stream_is_measured_after_each_block(mesh: ParallelMesh) -> None:
+    run, stream, expected = Run(mesh, NVFP4), ResidualStream(), []
     tokens = run.batches(0)[0].tokens
     h = run.model.embedding(tokens)
     for block in run.model.blocks:
@@ -66,11 +65,7 @@ def _residual_stream(rank: int) -> tuple[dict[str, float], list[float]]:
     with stream.attached(run.model.blocks):
         run.step(0)
     run.step(1)
-    return stream.collect(), expected
-
-
-def test_the_residual_stream_is_measured_after_each_block() -> None:
-    found, expected = launch(_residual_stream, 1)[0]
+    found = stream.collect()
     assert list(found.values()) == pytest.approx(expected, rel=1e-5) and found["blocks.1"] > found["blocks.0"] > 0
 
 
@@ -147,8 +142,8 @@ def test_measurements_do_not_change_the_run(world: int, tp_size: int, recipe: Re
         assert noise.noise_norm == pytest.approx(math.hypot(*(n for _, n in noise.parameters.values())))
 
 
-def _noise_by_hand(rank: int) -> Any:
-    run = Run(toy_mesh(), NVFP4)
+def test_gradient_noise_is_the_difference_to_the_gradient_in_bf16(mesh: ParallelMesh) -> None:
+    run = Run(mesh, NVFP4)
     noise = run.noise(0)
 
     def gradients(recipe: Recipe) -> list[Tensor]:
@@ -162,11 +157,7 @@ def _noise_by_hand(rank: int) -> Any:
         run.optimizer.zero_grad(set_to_none=True)
         return found
 
-    return noise, gradients(NVFP4), gradients(bf16_backward(NVFP4))
-
-
-def test_gradient_noise_is_the_difference_to_the_gradient_in_bf16() -> None:
-    noise, quantized, reference = launch(_noise_by_hand, 1)[0]
+    quantized, reference = gradients(NVFP4), gradients(bf16_backward(NVFP4))
     expected = math.sqrt(sum((q - r).double().square().sum().item() for q, r in zip(quantized, reference, strict=True)))
     norm = math.sqrt(sum(r.double().square().sum().item() for r in reference))
     assert noise.noise_norm == pytest.approx(expected, rel=1e-4)

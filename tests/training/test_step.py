@@ -1,5 +1,5 @@
-"""A training step: gradients and norms against their definitions, updates and skips; and evaluations between steps. They
-are the same on any mesh: tests/distributed/test_equality.py and test_masked_documents.py."""
+"""A training step: gradients and norms against their definitions, updates, skips; and evaluations. That they are
+the same on any mesh: tests/distributed/test_equality.py, test_masked_documents.py."""
 
 import math
 from typing import Any
