@@ -18,14 +18,13 @@ from tests.distributed.hybrid import operand, watched_gemms
 from tests.gpu import INTERPRETED
 from tests.precision import reference as ref
 from tests.precision.test_sums import random_values
-from tests.recipes import changed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RECIPES = {
     **ref.RECIPES,
-    "nvfp4, a large transform": changed(ref.NVFP4, wgrad_rht=64),
-    "mxfp8, square": changed(ref.RECIPES["mxfp8, square weights"], wgrad_activation=ref.W8),
+    "nvfp4, a large transform": ref.changed(ref.NVFP4, wgrad_rht=64),
+    "mxfp8, square": ref.changed(ref.RECIPES["mxfp8, square weights"], wgrad_activation=ref.W8),
 }
 
 

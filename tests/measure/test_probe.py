@@ -21,8 +21,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import WHOLE
 from megatron_fp4.quantization.tensor import QuantizedTensor, scale_values
-from tests.precision.reference import DY, FP8, MXFP4, NVFP4, QUARTET2, X_46, X
-from tests.recipes import changed
+from tests.precision.reference import DY, FP8, MXFP4, NVFP4, QUARTET2, X_46, X, changed
 from tests.training.harness import launch, toy_mesh
 
 pytestmark = pytest.mark.usefixtures("mesh")

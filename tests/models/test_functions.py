@@ -5,8 +5,7 @@ import torch
 
 from models.attention import TILES
 from models.ssd import ssd_scan
-from tests.models.builders import relative_error
-from tests.models.recurrence import ssd_recurrence
+from tests.models.builders import relative_error, ssd_recurrence
 
 
 def inputs(length, *, heads=4, groups=2, dt_max=0.1, dtype=torch.float64, batch=2, head_dim=5, state=3):

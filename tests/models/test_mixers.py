@@ -8,8 +8,7 @@ from models.attention import qkv_order
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 from models.mlp import gate_up_order
 from models.positions import apply_rope, rope_tables
-from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
-from tests.models.recurrence import ssd_recurrence
+from tests.models.builders import build, fp64_parameters, local, relative_error, small_config, ssd_recurrence
 
 
 def compare(mixer, reference, config, length, tolerance=1e-5):

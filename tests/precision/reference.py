@@ -2,6 +2,7 @@
 quantizes."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,13 +10,21 @@ from torch import Tensor
 
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearContext, Sharding
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import BF16, SLOTS, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.rounding import Span
 from tests.quantization import oracle
-from tests.recipes import changed
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """`recipe` with other operands (`dgrad_weight=...`), transforms (`wgrad_rht=16`) or fields (`amax="shard"`)."""
+    for name, gemm in recipe.gemms.items():
+        sides = {p.side: changes.pop(p.name) for p in SLOTS if p.gemm == name and p.name in changes}
+        changes[name] = replace(gemm, rht=changes.pop(f"{name}_rht", gemm.rht), **sides)
+    return replace(recipe, **changes)
+
 
 nearest = rounded_to_nearest
 SR = "stochastic"

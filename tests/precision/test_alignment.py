@@ -32,7 +32,6 @@ from models.hybrid import build_model
 from models.planned import EvenSegments
 from tests.composing import CONFIGS, composed, validate
 from tests.precision import reference as ref
-from tests.recipes import changed
 
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
@@ -233,9 +232,9 @@ def test_alignment_follows_blocks_and_transforms() -> None:
         (NVFP4, (16, 16, 16, 16)),
         (MXFP4, (32, 32, 32, 32)),
         (FP8, (128, 128, 128, 128)),
-        (changed(NVFP4, dgrad_rht=64), (16, 16, 64, 64)),
-        (changed(NVFP4, wgrad_rht=128, fprop_rht=32), (128, 32, 16, 16)),
-        (changed(NVFP4, wgrad_activation=ref.F8), (128, 128, 128, 128)),
+        (ref.changed(NVFP4, dgrad_rht=64), (16, 16, 64, 64)),
+        (ref.changed(NVFP4, wgrad_rht=128, fprop_rht=32), (128, 32, 16, 16)),
+        (ref.changed(NVFP4, wgrad_activation=ref.F8), (128, 128, 128, 128)),
     ):
         assert block_alignment(recipe) == Alignment(*sizes)
 
@@ -248,7 +247,7 @@ def test_padding_of_groups_and_tokens() -> None:
     # Groups that need padding are padded for the faster kernel if that costs little.
     alignment = te.alignment(NVFP4)
     assert alignment == Alignment(32, 32, 32, 16, fast_outputs=128)
-    assert te.alignment(changed(NVFP4, wgrad_rht=0)).fast_outputs == te.alignment(FP8).fast_outputs == 1
+    assert te.alignment(ref.changed(NVFP4, wgrad_rht=0)).fast_outputs == te.alignment(FP8).fast_outputs == 1
     assert alignment.padded_group(2320, 1) == 2432 and alignment.padded_group(2836, 2) == 2880
     assert alignment.padded_group(2836, 8) == 2848  # together a multiple of 128
     assert alignment.padded_group(2848, 1) == 2848  # not padded

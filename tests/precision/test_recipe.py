@@ -13,7 +13,6 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, SLOTS, Operand, recipe_from_config, switched_recipe
 from tests.composing import CONFIGS, composed
 from tests.precision import reference as ref
-from tests.recipes import changed
 
 NAMES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 PUBLISHED = {
@@ -24,7 +23,7 @@ PUBLISHED = {
     "fp8_block": replace(ref.FP8, name="fp8_block"),
     "nvfp4_nemotron_3": replace(ref.NVFP4, name="nvfp4_nemotron_3"),
     **{
-        name: changed(ref.NVFP4, name=name, fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W)
+        name: ref.changed(ref.NVFP4, name=name, fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W)
         for name in ("nvfp4_4over6_1x16", "nvfp4_4over6_1x16_qkv_bf16", "nvfp4_best")
     },
     "nvfp4_quartet2": ref.QUARTET2,
@@ -62,8 +61,8 @@ def test_every_field_of_a_config_is_in_the_recipe():
 
 def test_a_switch_of_one_pass_leaves_the_other_which_then_has_1x16_weights():
     plain = {"fprop_activation": Operand(), "fprop_weight": Operand()}
-    rows = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
-    assert switched_recipe(ref.NVFP4, BF16, "forward") == changed(ref.NVFP4, name="nvfp4, forward bf16", **plain)
+    rows = ref.changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
+    assert switched_recipe(ref.NVFP4, BF16, "forward") == ref.changed(ref.NVFP4, name="nvfp4, forward bf16", **plain)
     for recipe in (ref.NVFP4, rows):
         assert switched_recipe(recipe, BF16, "backward") == replace(ref.QAF, name="nvfp4, backward bf16")
     to_fp8 = switched_recipe(ref.NVFP4, ref.FP8, "backward")
@@ -72,7 +71,7 @@ def test_a_switch_of_one_pass_leaves_the_other_which_then_has_1x16_weights():
 
 @pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard")])
 def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_uses_them(option, other):
-    nvfp4 = changed(ref.NVFP4, fprop_rht=16)
+    nvfp4 = ref.changed(ref.NVFP4, fprop_rht=16)
     theirs = replace(nvfp4, **{option: other})
     assert getattr(switched_recipe(nvfp4, theirs, "both"), option) == other
     assert getattr(switched_recipe(theirs, nvfp4, "both"), option) == getattr(nvfp4, option)

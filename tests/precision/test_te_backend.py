@@ -18,12 +18,11 @@ from megatron_fp4.quantization.rounding import WHOLE, Place, Span, rounding_key
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
-from tests.recipes import changed
 
 NVFP4 = ref.NVFP4
 X_46, W_46 = ref.X_46, ref.W_46
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
-FORWARD_46 = changed(
+FORWARD_46 = ref.changed(
     NVFP4, name="forward four over six", fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W
 )  # as nvfp4_4over6_1x16 and nvfp4_best: squared errors
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> lis
     ("recipe", "shape"),
     [
         *((recipe, shape) for recipe in (NVFP4, FORWARD_46) for shape in (ALIGNED, ODD)),
-        *((changed(NVFP4, name="no transform", wgrad_rht=0), ODD), (FOUR_OVER_SIX, ALIGNED), (ref.QAF, ODD)),
+        *((ref.changed(NVFP4, name="no transform", wgrad_rht=0), ODD), (FOUR_OVER_SIX, ALIGNED), (ref.QAF, ODD)),
     ],
     ids=lambda value: getattr(value, "name", "x".join(map(str, value)) if isinstance(value, tuple) else ""),
 )

@@ -30,7 +30,6 @@ from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.rounding import WHOLE, Place, Span, round_e2m1_stochastic, rounding_key
 from tests.precision import reference as ref
-from tests.recipes import changed
 from tests.training.harness import alone
 
 NVFP4 = ref.NVFP4
@@ -149,7 +148,7 @@ def test_a_fault_ends_the_run_with_its_name():
 
 ROWS = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
 N, K = ROWS.shape
-NO_TRANSFORM = changed(NVFP4, wgrad_rht=0)
+NO_TRANSFORM = ref.changed(NVFP4, wgrad_rht=0)
 
 
 def drawn(uniform: Tensor, rows: Tensor = ROWS) -> GemmOperand:

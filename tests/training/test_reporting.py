@@ -1,3 +1,5 @@
+import gzip
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,9 @@ from data.indexed import write_dataset
 from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.training.callbacks import reporting
+from megatron_fp4.training.callbacks.profiling import Profile
 from megatron_fp4.training.callbacks.reporting import LiveReport, dtype_fact, peak_of
+from megatron_fp4.training.trainer import Step
 from tests.logging.test_page import write_run
 from tests.programs import wait_until
 from tests.spiked_run import FAST, printed_by
@@ -69,3 +73,26 @@ def test_fp32_is_recommended_on_cpus_that_are_slow_in_bf16(monkeypatch: pytest.M
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         assert (remedy in dtype_fact("bfloat16", "cpu")) is slow
         assert dtype_fact("float32", "cpu") == "float32 on cpu" and dtype_fact("bfloat16", "cuda") == "bfloat16 on cuda"
+
+
+def profiled(folder, steps, window, rank=0):
+    config = SimpleNamespace(run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window))
+    trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
+    profile = Profile()
+    profile.trainer = trainer
+    profile.start(0)
+    for step in steps:
+        with profile.around_step(Step(step, [], 0.0)):
+            torch.ones(step + 2, 3) @ torch.ones(3, 4)
+    profile.close()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_window_is_profiled_on_the_first_rank_and_ends_with_the_profiled(tmp_path):
+    assert profiled(tmp_path, range(3), [1, 2], rank=1) == profiled(tmp_path, range(5, 8), [1, 2]) == []
+    assert profiled(tmp_path, range(6), [2, 4]) == ["profile_steps_2-4.json.gz", "profile_steps_2-4.txt"]
+    assert "aten::mm" in (tmp_path / "profile_steps_2-4.txt").read_text()
+    events = json.loads(gzip.decompress((tmp_path / "profile_steps_2-4.json.gz").read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "aten::mm" for event in events) == 3
+    (resumed := tmp_path / "resumed").mkdir()
+    assert profiled(resumed, range(5, 9), [3, 11]) == ["profile_steps_6-9.json.gz", "profile_steps_6-9.txt"]
