@@ -72,6 +72,6 @@ def test_the_pages_can_be_followed_in_one_clone(clone: Path) -> None:
             given += SHORT
         done = run_program([clone / given[0], *given[1:]], timeout=120)
         assert done.returncode == 0, (given, done.stdout[-500:], done.stderr)
-    checked = [sys.executable, "-m", "pytest", "-q", "-k", "page", "tests/config/test_compose.py"]
+    checked = [sys.executable, "-m", "pytest", "-q", "-k", "explains_every_key", "tests/config/test_compose.py"]
     done = subprocess.run(checked, cwd=clone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
