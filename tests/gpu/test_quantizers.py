@@ -37,7 +37,7 @@ def with_values(x: Tensor, *values: float) -> Tensor:
 CASES = {
     "normal": normal(),
     "odd multiples of 32": normal(32 * 3, 32 * 5) if INTERPRETED else normal(32 * 33, 32 * 35),
-    "larger than a program": normal(64, 1056) if INTERPRETED else normal(160, 2080),
+    "larger than a program": normal(32, 1056) if INTERPRETED else normal(160, 2080),
     "fp32 input": normal(32, 96),
     "negative zeros": with_values(-torch.zeros(32, 64), 1.0),
     "subnormals": normal() * 1e-39,
