@@ -1,6 +1,9 @@
 """scripts/fingerprint.py: the configurations of its cases are valid, and a hash changes with every bit."""
 
 import hashlib
+import platform
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,35 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from megatron_fp4.checkpoint.files import FileRecord, Manifest, write_manifest
 from pretrain import configure
 from scripts import fingerprint
+from tests.programs import ROOT
+
+KEPT = Path(__file__).with_name("fingerprints.txt")
+
+
+def this_machine() -> str:
+    """What bits on a CPU depend on, besides the code."""
+    cpu = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
+    kind = [
+        re.search(rf"^{key}\s*: (.*)$", cpu, re.MULTILINE) for key in ("model name", "cpu family", "model", "stepping")
+    ]
+    names = [*(match[1] for match in kind if match), torch.backends.cpu.get_cpu_capability()]
+    return f"{', '.join(names)}, torch {torch.__version__}"
+
+
+@pytest.mark.slow
+def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path) -> None:
+    """An eighth of the cases, on the kind of CPU on which fingerprints.txt was written. After an intended change write
+    the lines of `scripts/fingerprint.py` into it."""
+    machine, *kept = KEPT.read_text().splitlines()
+    if machine != this_machine():
+        pytest.skip(f"the bits are kept for {machine}, and this is {this_machine()}")
+    names = [line[:32].rstrip() for line in kept]
+    assert names[0] == next(iter(fingerprint.CASES)), "it prepares the corpus"
+    fingerprint.write_corpus(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        first = fingerprint.fingerprint(names[0], ROOT, tmp_path)
+        found = [first, *pool.map(lambda name: fingerprint.fingerprint(name, ROOT, tmp_path), names[1:])]
+    assert found == kept
 
 
 def test_every_case_is_a_valid_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
