@@ -379,7 +379,7 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any], start: int) -> None:
         """Resume after `start` steps from the `state_dict` of a checkpoint. Raises ConfigError if the checkpoint is of
-        other data, after a precision switch that this run does not have, or of a run with a removed feature."""
+        other data, or after a precision switch that this run does not have."""
         where = f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "
         with configuration_errors(where), well_formed("its trainer.json"):
             load_data(self.data, state, start)
