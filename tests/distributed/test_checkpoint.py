@@ -170,14 +170,6 @@ def test_a_run_killed_while_saving_resumes(root: Path, uninterrupted: list[dict[
     assert not [name for name in names(root) if "." in name]
 
 
-def test_a_save_in_the_background_has_the_state_of_its_step(root: Path, uninterrupted: list[dict[str, Any]]) -> None:
-    """Training continues while it is written. With a save in every step, each waits for the previous one."""
-    in_background = launch(run, 2, str(root), 5, 1, None, None, True)
-    assert_continues(launch(run, 2, str(root), 6, 2, None, None, True), uninterrupted, start=5)
-    assert in_background[0]["losses"] == uninterrupted[0]["losses"][2:5]
-    assert names(root) == ["latest", "step_00000005", "step_00000006"]
-
-
 def _save_with_a_failing_write(rank: int, root: str, failing_rank: int) -> tuple[str, list[str], list[str], int]:
     """The error; the names under `root` after it, and after another save; the next save index."""
     mesh = toy_mesh()

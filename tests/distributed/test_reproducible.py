@@ -14,7 +14,7 @@ import pretrain
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size, row_squares, tree_all_reduce, tree_sum
+from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size, tree_all_reduce, tree_sum
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.numerics import Switch
 from megatron_fp4.training.optimizer import optimizer_state
@@ -161,16 +161,6 @@ def test_the_norm_does_not_depend_on_the_order_of_elements(scale: float) -> None
         return
     assert len({*shares}) == 1
     assert shares[0] == pytest.approx(math.fsum(x**2 for x in elements.tolist()), rel=2**-23, abs=0)
-
-
-def test_the_sum_of_squares_of_a_row_does_not_depend_on_the_shard() -> None:
-    weight, convolution = torch.randn(37, 1000), torch.randn(37, 1, 4)
-    squares = row_squares([weight, convolution], torch.device("cpu"))
-    expected = torch.cat((weight.double().square().sum(1), convolution.double().square().sum((1, 2))))
-    assert torch.allclose(squares, expected, rtol=1e-14, atol=0.0)
-    for begin, end in ((0, 1), (1, 18), (18, 37), (37, 37)):
-        part = row_squares([weight[begin:end], convolution[begin:end]], torch.device("cpu"))
-        assert torch.equal(part, torch.cat((squares[begin:end], squares[37 + begin : 37 + end])))
 
 
 def test_a_single_micro_batch_has_a_loss_whatever_its_index() -> None:

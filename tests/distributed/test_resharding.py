@@ -94,13 +94,6 @@ def test_loading_on_two_and_four_ranks_and_back_keeps_all_bits(trained: Run, sha
         assert torch.equal(one.logits, trained.logits)
 
 
-def test_two_tensor_parallel_ranks_continue_the_run_of_one(trained: Run, tmp_path: Path) -> None:
-    (expected,) = launch(run, 1, ONE, trained.checkpoint(), str(tmp_path / "one"), 2)
-    actual, _ = launch(run, 2, TP2, trained.checkpoint(), str(tmp_path / "two"), 2)
-    for name, value in expected.weights.items():
-        assert relative_error(actual.weights[name], value) < 1e-5, name
-
-
 def initialized(rank: int, layout: Layout, given: str, root: str) -> tuple[str, dict[str, Tensor], bool]:
     """Begin a run from the weights of `given`. Returns the checkpoint that this loaded, the weights, and whether
     everything else is unchanged."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.attention import attend
 from models.mamba2 import causal_conv_silu
-from models.positions import Documents, apply_rope, rope_tables
+from models.positions import Documents
 from models.ssd import ssd_scan
 from tests.models.builders import build, small_config
 
@@ -97,14 +97,6 @@ def test_scan(chunk_size):
 def test_attention(kv_heads):
     tensors = [randn(len(LENGTHS), 21, heads, 8, seed=heads) for heads in (4, kv_heads, kv_heads)]
     assert_same_as_alone(lambda q, k, v, n: attend(q, k, v, None if n is None else Documents(n)), tensors, LENGTHS)
-
-
-def test_rope_of_a_document_has_the_bits_of_the_document_alone():
-    x, numbers = randn(len(LENGTHS), 21, 3, 8), numbers_of(LENGTHS)
-    y = apply_rope(x, *Documents(numbers).rope_tables(8, 100.0))
-    for row, span in spans(LENGTHS):
-        tables = rope_tables(span.stop - span.start, 8, 100.0, "cpu")
-        assert torch.equal(y[row : row + 1, span], apply_rope(x[row : row + 1, span], *tables))
 
 
 def test_logits_of_a_document_are_those_of_the_document_alone(mesh):
