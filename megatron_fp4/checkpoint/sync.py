@@ -53,7 +53,7 @@ class RankSync:
 
     def __init__(self, root: Path, timeout: datetime.timedelta) -> None:
         self.root = root
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
         connect_ahead(self.group)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
