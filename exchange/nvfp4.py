@@ -114,8 +114,8 @@ def trained_plan(
     if switched_at and not chosen.nvfp4_linears() and before.nvfp4_linears():
         raise ValueError(
             f"this checkpoint is after the precision switch (before step {switched_at + 1}), so its forward pass has "
-            "no NVFP4 weights; give an earlier checkpoint, --format hf, or --plan before (the plan before the switch, "
-            "which the last steps did not use)"
+            "no NVFP4 weights; give an earlier checkpoint, --format hf or bf16 of export-gguf, or --plan before (the "
+            "plan before the switch, which the last steps did not use)"
         )
     if problem := refusal(chosen, layout):
         raise ValueError(f"{problem}; export BF16 weights (--format hf, or bf16 of export-gguf)")
