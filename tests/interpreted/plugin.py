@@ -77,7 +77,8 @@ def pretend() -> None:
     run_backward = graph._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Pretence():  # while PyTorch handles `backward`, the outer mode is off
+        # While PyTorch handles `backward`, the outer mode is off, and results lose the class of tensors.
+        with Pretence(), torch._C._EnableTorchFunction():
             return run_backward(*args, **kwargs)
 
     graph._engine_run_backward = torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
