@@ -48,12 +48,13 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     for prefix, module in model.named_modules():
         for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             rule: Rule
-            if isinstance(module, RowParallelLinear):
+            if rules := getattr(module, "initial_values", None):
+                rule = rules()[name]
+            elif isinstance(module, RowParallelLinear):
                 rule = partial(Draws.normal, std=config.init_std * config.num_blocks**-0.5)
-            elif isinstance(module, QuantizedLinear | VocabParallelEmbedding | OutputHead):
-                rule = partial(Draws.normal, std=config.init_std)
             else:
-                rule = module.initial_values()[name]  # type: ignore[operator]
+                assert isinstance(module, QuantizedLinear | VocabParallelEmbedding | OutputHead), prefix
+                rule = partial(Draws.normal, std=config.init_std)
             _fill(parameter, f"{prefix}.{name}", rule, seed)
 
 
