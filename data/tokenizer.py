@@ -499,7 +499,7 @@ def load_tokenizer(
             return load_tokenizer(path / name, eod_token, bos_token, read)
     if path.is_dir():
         raise FileNotFoundError(
-            f"the folder {path} has no tokenizer.json and no tokenizer.model; write one with transformers: "
+            f"the folder {path} has no tokenizer.json, tokenizer.model or ranks.tiktoken; write one with transformers: "
             f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(...)"
         )
     if not path.is_file():

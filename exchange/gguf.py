@@ -27,7 +27,7 @@ from exchange.architectures import ARCEE, NEMOTRON_H, architecture_of, sections_
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.hf_export import Progress, sequence_length
 from exchange.nvfp4 import TrainedPlan, reordered, trained_weight
-from exchange.tokenizer import tokenizer_files
+from exchange.tokenizer import WITHOUT, tokenizer_files
 from exchange.weights_only import check_output
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.logging.files import replace_file
@@ -40,7 +40,6 @@ from models.published import Section, shape_of
 
 FORMATS = ("bf16", "f32", "nvfp4")
 _GROUP = 64  # elements of one row in a unit of NVFP4
-_WITHOUT = "export with --no-tokenizer"
 # llama.cpp's name of what cuts a text into words, by expression and `ignore_merges`.
 _PRE_TOKENIZERS: dict[tuple[str | None, bool], str] = {
     (GPT2, False): "gpt-2",
@@ -238,6 +237,6 @@ def _pre_tokenizer(tokenizer: TextTokenizer, checkpoint: Checkpoint) -> tuple[st
     if settings["model"]["type"] != "BPE" or settings["normalizer"] is not None or pre is None:
         raise ValueError(
             f"llama.cpp has no tokenizer like {tokenizer.name}: only byte-level BPE that does not normalize text and "
-            f"cuts it as GPT-2, cl100k or Qwen 2 do; {_WITHOUT}"
+            f"cuts it as GPT-2, cl100k or Qwen 2 do; {WITHOUT}"
         )
     return pre, settings

@@ -42,7 +42,7 @@ KEPT = "tokenizer"
 """The folder in run.dir with the tokenizer's files, which a run writes when it starts."""
 # A folder with one of these has a tokenizer.
 _OPENED = {kind.file_name for kind in (HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer)}
-_WITHOUT = "export with --no-tokenizer"
+WITHOUT = "export with --no-tokenizer"
 # Of each source, compared after an export: documents, and tokens of each.
 _DOCUMENTS, _DOCUMENT_TOKENS = 32, 2000
 
@@ -107,7 +107,9 @@ def kept_tokenizer(path: Path, vocab_size: int, read: Read = read_plain) -> tupl
     return kept, fingerprint
 
 
-def _copy_of_run(checkpoint: Checkpoint, expected: str | None, ends: tuple[str | None, str | None]) -> Any:
+def _copy_of_run(
+    checkpoint: Checkpoint, expected: str | None, ends: tuple[str | None, str | None]
+) -> TextTokenizer | None:
     """The tokenizer in the folder of the checkpoint's run; None if there is none, or another one."""
     folder = checkpoint.folder.absolute().parent.parent / KEPT
     if folder.is_symlink() or not any((folder / name).is_file() for name in _OPENED):
@@ -131,7 +133,7 @@ def keep_tokenizer(run_dir: Path, tokenizer: TextTokenizer) -> None:
 
 
 # What of a folder's tokenizer_config.json does not change the ids of a text.
-_KEPT = (
+_KEPT_SETTINGS = (
     "chat_template", "unk_token", "pad_token", "additional_special_tokens", "extra_special_tokens", "padding_side",
     "truncation_side", "model_max_length", "model_input_names",
 )  # fmt: skip
@@ -184,7 +186,7 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int, read: Read =
     origin, files = Path(tokenizer.name), {}
     if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
         own = json.loads(read(origin / "tokenizer_config.json"))
-        config |= {key: own[key] for key in _KEPT if own.get(key) is not None}
+        config |= {key: own[key] for key in _KEPT_SETTINGS if own.get(key) is not None}
         if os.path.lexists(template := origin / "chat_template.jinja"):
             files[template.name] = read(template)
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
@@ -230,7 +232,7 @@ def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequen
         auto = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot open {tokenizer.name} as exported ({reason}); {_WITHOUT}") from error
+        raise ValueError(f"transformers cannot open {tokenizer.name} as exported ({reason}); {WITHOUT}") from error
     special = auto.all_special_tokens
     compared = [text for text in (*_PROBES, *texts) if not any(token in text for token in special)]
     for text, ids in zip(compared, tokenizer.encode_batch(compared), strict=True):
@@ -238,12 +240,12 @@ def compare_auto_tokenizer(folder: Path, tokenizer: TextTokenizer, texts: Sequen
         if theirs != ours:
             raise ValueError(
                 f"AutoTokenizer of the exported folder gives {str(theirs[:8])[:-1]} ...] for {text!r:.40} and the data "
-                f"has {str(ours[:8])[:-1]} ...], by {tokenizer.name}; {_WITHOUT}"
+                f"has {str(ours[:8])[:-1]} ...], by {tokenizer.name}; {WITHOUT}"
             )
     if auto.eos_token_id != tokenizer.eod_id:
         raise ValueError(
             f"AutoTokenizer of the exported folder ends texts with the id {auto.eos_token_id} and the data with "
-            f"{tokenizer.eod_id}, by {tokenizer.name}; {_WITHOUT}"
+            f"{tokenizer.eod_id}, by {tokenizer.name}; {WITHOUT}"
         )
 
 
@@ -265,7 +267,7 @@ def texts_of_data(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> list[str]
 
 def _converted(tokenizer: TextTokenizer) -> str:
     def refusal(why: str) -> ValueError:
-        return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; {_WITHOUT}")
+        return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; {WITHOUT}")
 
     try:
         # Not `import ... as`, because the package may also have a function with this name.

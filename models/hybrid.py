@@ -160,7 +160,7 @@ class HybridModel(nn.Module):
         if auxiliary_losses:
             # A sequence has the weight of its targets, as in the loss, so that it is the same in any micro-batch.
             counted = (targets >= 0).sum(1) / (targets.numel() if num_targets is None else max(num_targets, 1))
-            auxiliary_loss = torch.stack([(loss * counted).sum() for loss in auxiliary_losses]).sum()
+            auxiliary_loss = torch.stack([(each * counted).sum() for each in auxiliary_losses]).sum()
             # Only the gradient: the value stays comparable.
             mean_loss = mean_loss + (auxiliary_loss - auxiliary_loss.detach())
         return mean_loss

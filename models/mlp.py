@@ -25,7 +25,14 @@ from models.positions import Documents, NewTokens
 from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections, group_major_order, split_rows
 
 # Blocks of quantization and of the Hadamard transform are at least this wide, and ranks must not share one.
-_TILE, _WIDE_TILE = 16, 128
+_TILE = 16
+_WIDE_TILE = 128  # the widest block of a format
+
+
+def check_tiles(config: ModelConfig, key: str) -> None:
+    """Raise ConfigError unless the size `model.key` is in complete tiles."""
+    if extra := (size := getattr(config, key)) % _TILE:
+        raise ConfigError(f"model.{key}={size} is not a multiple of {_TILE}; use {size - extra + _TILE}")
 
 
 def _named(up: str, down: str, config: ModelConfig) -> Sections:
@@ -72,9 +79,7 @@ class MLP(Mixer):
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        if extra := config.ffn_dim % _TILE:
-            next_multiple = config.ffn_dim - extra + _TILE
-            raise ConfigError(f"model.ffn_dim={config.ffn_dim} is not a multiple of {_TILE}; use {next_multiple}")
+        check_tiles(config, "ffn_dim")
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -10,9 +10,9 @@ Without latent experts to_latent and from_latent are left out. The shared expert
 The router is FP32: weight, bias, products, gradient. Of equal scores the expert with the lowest number is chosen. The
 bias has no gradient: after each step it rises for experts with fewer tokens than the mean of the global batch and falls
 for the others, by `moe_bias_rate`, and its mean stays 0, which changes no choice (arXiv:2408.15664; DeepSeek-V3,
-arXiv:2412.19437, section 2.1.2). Its sum of tokens is over integers, so it is the same on any mesh.
+arXiv:2412.19437, section 2.1.2). Tokens are counted in integers, so the bias is the same on any mesh.
 
-For each sequence of S tokens there are two losses besides, of Megatron (`seq_aux_loss`, `z_loss`):
+For each sequence of S tokens there are two more losses, as in Megatron (`seq_aux_loss`, `z_loss`):
 
     moe_aux_loss E / (k S^2) sum_e(n_e sum_t p_te)        p = s / (sum of s); n_e: tokens with e among their k largest s
     moe_z_loss / S sum_t(log sum_e exp(Wx)_te)^2
@@ -42,7 +42,7 @@ from megatron_fp4.quantization.segments import Segments
 from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.mlp import MLP
+from models.mlp import MLP, check_tiles
 from models.positions import Documents, NewTokens
 from models.published import HuggingFaceBlock, Section, Sections
 
@@ -357,8 +357,7 @@ class MoE(Mixer):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         for key in ("moe_ffn_dim", "moe_shared_ffn_dim", "moe_latent_dim"):
-            if extra := (size := getattr(config, key)) % 16:
-                raise ConfigError(f"model.{key}={size} is not a multiple of 16; use {size - extra + 16}")
+            check_tiles(config, key)
         experts, k = config.moe_num_experts, config.moe_top_k
         if k == 1:
             raise ConfigError(
@@ -399,11 +398,12 @@ class MoE(Mixer):
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
         width, inner, latent = _width(config), config.moe_ffn_dim, config.moe_latent_dim
-        num_experts, key = config.moe_num_experts, "model.moe_latent_dim" if latent else "model.hidden_dim"
-        up = LinearShape("experts_up", 0, width, inner, input_key=key, title="the experts' up projection")
+        width_key, num_experts = "model.moe_latent_dim" if latent else "model.hidden_dim", config.moe_num_experts
+        experts: Any = {"experts": num_experts, "active": config.moe_top_k / num_experts}
+        title = "the experts' up projection"
+        up = LinearShape("experts_up", 0, width, inner, input_key=width_key, title=title, **experts)
         title = "the experts' down projection"
-        down = LinearShape("experts_down", 0, inner, width, input_key="model.moe_ffn_dim", title=title)
-        up, down = (replace(x, experts=num_experts, active=config.moe_top_k / num_experts) for x in (up, down))
+        down = LinearShape("experts_down", 0, inner, width, input_key="model.moe_ffn_dim", title=title, **experts)
         linears = [up, down]
         if latent:
             to_latent = input_projection("to_latent", config, latent)

@@ -114,8 +114,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def export_hf_command(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder for `AutoModelForCausalLM.from_pretrained` and serving engines.
 
-    Hybrids become `nemotron_h`, Transformers with RoPE `arcee`. The checkpoint may be from any mesh. One process
-    compares every file with its SHA-256, then reads the tensors one by one.
+    Hybrids become `nemotron_h`, Transformers with RoPE `arcee`, with gated FFNs `llama`. The checkpoint may be from any
+    mesh. One process compares every file with its SHA-256, then reads the tensors one by one.
     """
     for name in ("plan", "calibrate"):
         if options.format == "hf" and getattr(options, name) is not None:
@@ -144,7 +144,7 @@ def export_gguf_command(options: argparse.Namespace) -> int:
     """Write a GGUF file for llama.cpp, with the run's tokenizer.
 
     In NVFP4 it has the codes and scales that the model was trained with; linears without codes are bfloat16. llama.cpp
-    computes hybrids in NVFP4, Transformers in bfloat16 or float32.
+    computes hybrids and `llama` in NVFP4, `arcee` only in bfloat16 or float32.
     """
     if options.format != "nvfp4" and options.plan is not None:
         raise ValueError("--plan is for NVFP4; add --format nvfp4, or leave it out")
@@ -184,9 +184,9 @@ def import_hf_command(options: argparse.Namespace) -> int:
 
         torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
 
-    The folder must be a `nemotron_h` (with `-`, `M`, `*` and `E` blocks) or an `arcee`, in safetensors. Weights are
-    converted to FP32 masters exactly, and the tokenizer's files are saved in the checkpoint. The model's settings are
-    printed and written to CHECKPOINT.yaml, which can be used as a file of configs/model.
+    The folder must be a `nemotron_h` (with `-`, `M`, `*` and `E` blocks), an `arcee` or a `llama`, in safetensors.
+    Weights are converted to FP32 masters exactly, and the tokenizer's files are saved in the checkpoint. The model's
+    settings are printed and written to CHECKPOINT.yaml, which can be used as a file of configs/model.
     """
     return _import(options, import_hf)
 

@@ -144,7 +144,7 @@ def environment_of(name: str, folder: Path) -> Path:
 
 
 def make_models(root: Path) -> list[list[int]]:
-    """Train both models and export them in every form; returns the ids of TEXTS."""
+    """Train the models and export them in every form; returns the ids of TEXTS."""
     import pretrain
     from data.tokenizer import load_tokenizer
     from scripts import convert

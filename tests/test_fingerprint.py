@@ -30,7 +30,7 @@ def this_machine() -> str:
 
 @pytest.mark.slow
 def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path) -> None:
-    """An eighth of the cases, on the kind of CPU on which fingerprints.txt was written. After an intended change write
+    """Some of the cases, on the kind of CPU on which fingerprints.txt was written. After an intended change write
     the lines of `scripts/fingerprint.py` into it."""
     machine, *kept = KEPT.read_text().splitlines()
     if machine != this_machine():

@@ -26,7 +26,7 @@ SHORT = [
 # Prints the words of commands instead of running them.
 RECORD = r"""
 show() { printf '%s\n' "$@" ---; }
-for name in python torchrun WORLD_SIZE; do eval "$name() { show $name \"\$@\"; }"; done
+for name in python torchrun; do eval "$name() { show $name \"\$@\"; }"; done
 """
 
 

@@ -354,7 +354,7 @@ class EmulatedBackend(Backend):
         left, right = (side.main for side in sides)
         plain = all(isinstance(side.values, Tensor) and side.values.dtype == torch.bfloat16 for side in sides)
         plain = plain and (self.sums == "fp32" or not a.quantized or not b.quantized)
-        by_kernels, num_experts = plain and cuda.gpu.available(left.device), len(segments.counts) // segments.sources
+        by_kernels, num_experts = plain and cuda.gpu.available(left.device), segments.num_experts
         if name == "wgrad":
             if by_kernels:
                 return multiply_weights(left, right, a.scale, b.scale, segments, total)

@@ -61,7 +61,7 @@ def multiply_weights(
     scale_a, scale_b: FP32 [segments]; None: 1.
     """
     a, b, (block_m, block_n, _) = a.t().contiguous(), b.t().contiguous(), _WEIGHTS_TILE
-    m, n, num_experts = a.shape[1], b.shape[1], len(segments.counts) // segments.sources
+    m, n, num_experts = a.shape[1], b.shape[1], segments.num_experts
     out = torch.empty(num_experts, m, n, device=a.device) if total is None else total
     scales = a if scale_a is None else scale_a, a if scale_b is None else scale_b
     launch(

@@ -65,10 +65,7 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     including the padding of groups; with `out_tokens`, this rank's slice of the sum over ranks. The weight's gradient
     is FP32.
     """
-    accept_fp32_gradient(weight)
-    # Inside the function gradients are always off, and needs_input_grad ignores no_grad.
-    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _QuantizedLinear.apply(x, weight, context, needs_wgrad, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _QuantizedLinear.apply(x, weight, context, _needs_wgrad(weight), None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, context: LinearContext, segments: Segments) -> Tensor:
@@ -78,17 +75,20 @@ def grouped_linear(x: Tensor, weight: Tensor, context: LinearContext, segments: 
     x: [tokens, in] in the compute dtype, in segments. weight: parameter [experts, out, in]. Returns [tokens, out]. The
     weight's gradient is FP32, and zero for experts without tokens.
     """
-    accept_fp32_gradient(weight)
-    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _QuantizedLinear.apply(x, weight, context, needs_wgrad, segments)  # type: ignore[no-any-return, no-untyped-call]
+    return _QuantizedLinear.apply(x, weight, context, _needs_wgrad(weight), segments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def split_linear(x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor, ...]:
     """The results of the context's parts, as of separate linears that each have their rows of `weight`; dx is the sum
     of theirs. Arguments as for `quantized_linear`."""
+    return _SplitLinear.apply(x, weight, context, _needs_wgrad(weight))  # type: ignore[return-value, no-untyped-call]
+
+
+def _needs_wgrad(weight: Tensor) -> bool:
+    """Let the weight have an FP32 gradient; returns whether it needs one."""
     accept_fp32_gradient(weight)
-    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _SplitLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[return-value, no-untyped-call]
+    # Inside the autograd functions gradients are always off, and needs_input_grad ignores no_grad.
+    return torch.is_grad_enabled() and weight.requires_grad
 
 
 class _QuantizedLinear(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# torch 2.13 renames them, and warns of the names of 2.11.
+# torch 2.13 renamed these functions, and warns if the names of 2.11 are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

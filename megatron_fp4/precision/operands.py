@@ -455,8 +455,8 @@ class GroupedCall(LinearCall):
     """As `LinearCall`, of the linears of several experts: weight [experts, out, in], segments of x [tokens, in].
 
     Inside, the weight is [experts * out, in]. Operands of x and dy have the padding of their segments, which the
-    backend adds; x, y and their gradients do not. Weights are kept as values: to unpack those of all experts at every
-    GEMM takes as long as a tenth of it.
+    backend adds; x, y and their gradients do not. Weights are kept as values, because their codes would be
+    unpacked for all experts at every GEMM.
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
@@ -487,7 +487,7 @@ class GroupedCall(LinearCall):
 
 
 class _LoneCall(LinearCall):
-    """Of one segment of a `GroupedCall`. first: the first row of its weight. at: of its tokens with padding."""
+    """Of one segment of a `GroupedCall`. first: the first row of its weight. at: positions of its padded tokens."""
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, first: int, at: int | Tensor) -> None:
         super().__init__(context, weight, x)

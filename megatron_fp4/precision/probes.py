@@ -1,8 +1,8 @@
 """Read from a GEMM in which order it adds its products.
 
 A witness is a dot product whose products are zero but for a few powers of two: a large L, -L, and a small u, which FP32
-loses beside L. What is left of u shows which products were added before which; 2^24 units and 1 or 3 half units show
-how a sum is rounded. `sums.py` says what this finds on Blackwell.
+loses beside L. What is left of u shows which products were added before which; 2^24 half units and 1 or 3 more show how
+a sum is rounded. `sums.py` says what this finds on Blackwell.
 
 Each product stands in a slot of its own: one product, or for NVFP4 a block of 16, which gives it a scale of its own.
 """

@@ -83,8 +83,7 @@ def add_toward_zero(a: Tensor, b: Tensor) -> Tensor:
     """a + b of FP32 tensors, rounded to FP32 toward zero."""
     total = a + b
     error = _error_of_sum(a, b, total)
-    away = ((error < 0) & (total > 0)) | ((error > 0) & (total < 0))
-    return torch.where(away, torch.nextafter(total, torch.zeros_like(total)), total)
+    return torch.where(_rounded_away(total, error), torch.nextafter(total, torch.zeros_like(total)), total)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -94,9 +93,14 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     total = product + c
     error = _error_of_sum(product, c, total)
     bits = total.view(torch.int64)
-    toward_zero = bits - (((error < 0) & (total > 0)) | ((error > 0) & (total < 0))).to(torch.int64)
+    toward_zero = bits - _rounded_away(total, error).to(torch.int64)
     odd = torch.where((error != 0) & total.isfinite(), toward_zero | 1, bits)
     return odd.view(torch.float64).to(torch.float32)
+
+
+def _rounded_away(total: Tensor, error: Tensor) -> Tensor:
+    """Where rounding moved `total` away from zero. error: `_error_of_sum`."""
+    return ((error < 0) & (total > 0)) | ((error > 0) & (total < 0))
 
 
 def _error_of_sum(a: Tensor, b: Tensor, total: Tensor) -> Tensor:

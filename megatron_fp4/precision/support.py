@@ -252,8 +252,8 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             )
         if linear.experts > 1 and backend not in ("auto", "emulated"):
             raise ConfigError(
-                f"precision.backend={backend} does not go with {linear.name}: its GEMM for experts was not run; use "
-                "precision.backend=emulated"
+                f"precision.backend={backend} does not go with {linear.name}: its GEMM for experts exists in "
+                "the emulation alone; use precision.backend=emulated"
             )
         if linear.experts > 1 and linear.out_features % (outputs := block_alignment(row.recipe).outputs):
             raise ConfigError(
@@ -446,7 +446,7 @@ def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) ->
     for plan in (plan for plan in plans if plan is not None):
         for row in plan.rows:
             if row.linear.experts > 1:
-                return f"its GEMM for experts was not run yet, and {row.linear.name} has experts"
+                return f"it has no GEMM for experts, and {row.linear.name} has experts"
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
                 return f"it cannot compute {refusal[0]}"
         if native == "transformer_engine" and (problem := _size_problem(plan, config.parallel.tensor, te.alignment)):

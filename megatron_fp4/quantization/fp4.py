@@ -155,7 +155,7 @@ class FusedFP4(Fused):
         if segments is not None:
             self._shape, rows_at = torch.Size((segments.padded_rows, x.shape[1])), segments.padded_positions
             has_padding = x.shape[0] != segments.rows or segments.padded_rows == segments.rows
-            source = torch.arange(len(x), device=x.device) if has_padding else segments.source
+            source = torch.arange(len(x), device=x.device) if has_padding else segments.unpadded_row
             self._rows = source, segments.segment_of
             self.place = place = Place(Span(rows_at), place.columns)
         assert self._shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(self._shape)}"

@@ -177,7 +177,7 @@ class Place:
     Rows that come from several micro-batches are numbered over all of these (micro-batch * tokens + token), and their
     key leaves the micro-batch out: so a row's draws depend on its own micro-batch, whichever rank has it.
 
-    segments: the rows are several tensors, one after another; they are still without padding, and so is `rows`.
+    segments: the rows are several tensors, one after another. Neither they nor `rows` include the padding.
     """
 
     rows: Span = ALL

@@ -69,6 +69,10 @@ class Segments:
             self._padded_to[multiple] = replace(self, multiple=multiple, _padded_to={})
         return self._padded_to[multiple]
 
+    @property
+    def num_experts(self) -> int:
+        return len(self.counts) // self.sources
+
     @functools.cached_property
     def padded_rows(self) -> int:
         """Rows with padding: as many as any counts of this sum can need."""
@@ -96,7 +100,7 @@ class Segments:
         return torch.searchsorted(self.padded_starts[1:], row, right=True)
 
     @functools.cached_property
-    def source(self) -> Tensor:
+    def unpadded_row(self) -> Tensor:
         """int64 [padded_rows]: the row without padding; -1 for padding."""
         row, segment = torch.arange(self.padded_rows, device=self.counts.device), self.segment_of
         within = row - self.padded_starts[segment]
@@ -107,8 +111,8 @@ class Segments:
         """[rows, columns] -> [padded_rows, columns], with zeros as padding."""
         if self.padded_rows == self.rows or not self.rows:
             return x if self.padded_rows == self.rows else x.new_zeros(self.padded_rows, *x.shape[1:])
-        padded = x.index_select(0, self.source.clamp(min=0))
-        return padded.masked_fill_((self.source < 0)[:, None], 0)  # not a product: a row may have NaN
+        padded = x.index_select(0, self.unpadded_row.clamp(min=0))
+        return padded.masked_fill_((self.unpadded_row < 0)[:, None], 0)  # not a product: a row may have NaN
 
     @functools.cached_property
     def padded_positions(self) -> Tensor | int:
@@ -121,7 +125,7 @@ class Segments:
         padding = _PADDING_POSITIONS - self.multiple + row % self.multiple
         if not self.rows:
             return padding
-        return torch.where(self.source < 0, padding, self.positions[self.source.clamp(min=0)])
+        return torch.where(self.unpadded_row < 0, padding, self.positions[self.unpadded_row.clamp(min=0)])
 
     @functools.cached_property
     def counts_and_rest(self) -> Tensor:

@@ -89,7 +89,7 @@ def test_shards_of_parameters_and_moments(tp2_dp4):
     whole = mamba + attention + mlp + 2 * 256 * 64  # split in two by tensor parallelism
     replicated = 4 * 64  # on every tensor-parallel rank
     per_rank = (whole / 2 + replicated) / 4
-    assert per_rank <= memory.num_parameters < per_rank * 1.05  # FSDP rounds each tensor up
+    assert per_rank <= memory.num_parameters < per_rank * 1.05  # each tensor is rounded up
     assert memory.parameters == 4 * memory.num_parameters
     assert 8 * memory.num_parameters <= memory.optimizer < 8 * memory.num_parameters + 4 * 100  # plus step counters
     # Linears gather codes instead of BF16 weights; each of the others' parameters takes at least 512 bytes.

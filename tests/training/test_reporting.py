@@ -88,7 +88,7 @@ def profiled(folder, steps, window, rank=0):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_window_is_profiled_on_the_first_rank_and_ends_with_the_profiled(tmp_path):
+def test_a_window_is_profiled_on_the_first_rank_and_ends_with_the_run(tmp_path):
     assert profiled(tmp_path, range(3), [1, 2], rank=1) == profiled(tmp_path, range(5, 8), [1, 2]) == []
     assert profiled(tmp_path, range(6), [2, 4]) == ["profile_steps_2-4.json.gz", "profile_steps_2-4.txt"]
     assert "aten::mm" in (tmp_path / "profile_steps_2-4.txt").read_text()

@@ -93,7 +93,7 @@ from megatron_fp4.quantization.kernels.arithmetic import (
 )
 def measure_kernel(
     x_ptr,  # [rows, columns] as pairs
-    amax_ptr,  # out: int32 [2], zeros at the start: bits of amax of x and of the transformed x
+    amax_ptr,  # out: int32 [2], zeros at the start: bits of amax of x and of the transformed x; see SEGMENTED
     hash_ptr,  # out: int32, hashes of operand 0: rows, column pairs; of operand 1: row pairs, even columns, odd columns
     num_rows,
     num_blocks,  # columns / BLOCK
@@ -200,8 +200,8 @@ def quantize_columns_kernel(
     values_ptr,  # out: values along the columns, as pairs, unless packed
     codes_ptr,  # out, packed: a byte for each pair
     scales_ptr,  # out, packed: a byte for each block of a row
-    amax_ptr,  # FP32 [2], from measure_kernel
-    decode_ptr,  # out: FP32 [1], amax / (6 * 448)
+    amax_ptr,  # FP32 [2], with SEGMENTED of each segment, from measure_kernel
+    decode_ptr,  # out: FP32 [1], amax / (6 * 448); not with SEGMENTED
     hash_ptr,  # from measure_kernel
     num_rows,
     num_blocks,
@@ -273,8 +273,8 @@ def quantize_rows_kernel(
     x_ptr,  # [rows, columns] as pairs
     values_ptr,  # out: values along the rows, as pairs, or packed codes
     scales_ptr,  # out, packed: int16, the scale bytes of both columns of a pair
-    amax_ptr,  # FP32 [2], from measure_kernel
-    decode_ptr,  # out: FP32 [1], amax / (6 * 448)
+    amax_ptr,  # FP32 [2], with SEGMENTED of each segment, from measure_kernel
+    decode_ptr,  # out: FP32 [1], amax / (6 * 448); not with SEGMENTED
     hash_ptr,  # from measure_kernel
     num_rows,
     num_blocks,
@@ -411,7 +411,7 @@ def four_over_six_kernel(
     x_ptr,  # [blocks, 8] pairs of BF16
     codes_ptr,  # out: int64 [blocks], 16 nibbles, the first element in the lowest one
     scales_ptr,  # out: uint8 [blocks]
-    amax_ptr,  # FP32 [1]
+    amax_ptr,  # FP32 [1], with SEGMENTED [2] of each segment
     decode_ptr,  # out: FP32 [1], amax / 1536; not with SEGMENTED
     num_blocks,  # with SEGMENTED those of a row
     source_ptr,  # as in measure_kernel
