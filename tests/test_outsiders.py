@@ -102,3 +102,25 @@ def test_a_mesh_axis_of_other_micro_batches_follows_from_its_row(tree: Tree) -> 
     """Losses, norms, weights and moments have the bits of two replicas."""
     tree.follow("a mesh axis")
     assert tree.run("axis", 2, "parallel.mirror=2") == tree.run("replicas", 2, "parallel.replicate=2")
+
+
+SGD = """
+        sgd = torch.optim.SGD(groups, config.lr, momentum=0.9)
+        for parameter in optimizer_parameters(sgd):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return sgd
+"""
+
+
+def test_an_optimizer(tree: Tree) -> None:
+    """It has the bits of torch's; a run of AdamW does not resume its checkpoint."""
+    tree.follow("an optimizer")
+    common = ("optimizer.name=momentum", "optimizer.weight_decay=0", "optimizer.lr=0.02")
+    own = tree.run("momentum", 1, *common)
+    checkpoint = tree.scratch / str([*fingerprint.CASES].index("momentum")) / "checkpoints"
+    newest = checkpoint / (checkpoint / "latest").read_text().strip()
+    refused = tree.run("adamw", 1, *common[1:], f"checkpoint.resume={newest}", "train.steps=9")
+    assert "was saved by another optimizer: the checkpoint has no tensor optimizer." in refused
+    builder = tree.root / "megatron_fp4/training/optimizer.py"
+    builder.write_text(builder.read_text().replace("        return Momentum(groups, config.lr)", SGD))
+    assert tree.run("sgd", 1, *common).split()[:3] == own.split()[:3]  # the last loss, and the hash of all

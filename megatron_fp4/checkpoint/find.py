@@ -53,7 +53,7 @@ RESUME, INITIALIZE = "checkpoint.resume", "checkpoint.initialize_from"
 # Keys of the model that existing weights do not depend on: how weights are drawn, and the chunks of the scan.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
 # Keys of the model on which its parameters do not depend.
-_SAME_SHAPES = tuple(f"model.{key}: " for key in ("rope", "rope_base", "norm_eps", "init_std", "mamba_chunk_size"))
+_SAME_SHAPES = tuple(f"{key}: " for key in (*_FREE, "model.rope", "model.rope_base", "model.norm_eps"))
 
 
 @dataclass(frozen=True)

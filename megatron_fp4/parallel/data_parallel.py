@@ -12,9 +12,9 @@ FSDP2 places them. While `gathered_parameters` is entered, the modules have para
 and dt bias are gathered in FP32, weights of quantized linears as 4-bit codes if nothing reads more of them
 (gathered_codes.py).
 
-With `parallel.reshard=true` or `parallel.reduce_gradients=each` FSDP2 gathers and reduces in every micro-batch instead
-(fsdp.py). With one data-parallel rank there is neither: the parameters stay FP32 masters, and each one says how the
-forward pass rounds it (`Rounding`).
+FSDP2 does both instead (fsdp.py) with `parallel.reshard=true`, which gathers in every micro-batch, or with
+`parallel.reduce_gradients=each`, which reduces in every one. With one data-parallel rank there is neither: the
+parameters stay FP32 masters, and each one says how the forward pass rounds it (`Rounding`).
 
 Gradients are summed, not averaged: the loss of every micro-batch is divided by the number of micro-batches of the
 global batch before its backward pass, so this pass is the same on any number of ranks.
@@ -113,7 +113,9 @@ def gathered_parameters(
 def _assert_gathered(model: nn.Module, *_: Any) -> None:
     sharded = sharded_model_of(model)
     assert sharded is not None and sharded.gathered, "a sharded model runs only inside `gathered_parameters`"
-    assert sharded.reasons == [codes.reasons for codes in sharded.codes], "recipes and probes are set before"
+    assert sharded.reasons == [codes.reasons for codes in sharded.codes], (
+        "nothing of `reasons` changes inside `gathered_parameters`"
+    )
 
 
 class ShardedParameter:

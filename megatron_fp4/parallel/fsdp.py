@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.parallel.fsdp_private import ShardedParameter, initialize_lazily, parameters_of
+from megatron_fp4.parallel.fsdp_private import FsdpParameter, initialize_lazily, parameters_of
 from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -112,7 +112,7 @@ class FsdpModel:
 class _GatheredInFP32:
     """A parameter that is gathered in FP32."""
 
-    def __init__(self, parameter: ShardedParameter) -> None:
+    def __init__(self, parameter: FsdpParameter) -> None:
         self.parameter = parameter
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
@@ -127,7 +127,7 @@ class _GatheredInFP32:
 class GatheredWeight:
     """The weight of one linear, gathered as codes if `as_codes`, else in BF16 by FSDP2."""
 
-    def __init__(self, parameter: ShardedParameter, spec: Any, shards: DeviceMesh, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: FsdpParameter, spec: Any, shards: DeviceMesh, dtype: torch.dtype) -> None:
         self.parameter, self.as_codes = parameter, False
         assert isinstance(parameter.module, QuantizedLinear)
         context, rows = parameter.module.context, lambda: parameter.shard.detach()

@@ -26,7 +26,7 @@ NAMES = {
 }
 
 
-class ShardedParameter:
+class FsdpParameter:
     """FSDP2's object for a parameter: its shard, and the tensor it is gathered into.
 
     module: the module that has the parameter. size: shape of the gathered parameter (of its tensor-parallel part).
@@ -81,10 +81,10 @@ class ShardedParameter:
             del self._param._unsharded_param
 
 
-def parameters_of(unit: FSDPModule) -> list[ShardedParameter]:
+def parameters_of(unit: FSDPModule) -> list[FsdpParameter]:
     """The parameters that `unit` gathers together."""
     group = unit._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else [ShardedParameter(param) for param in group.fsdp_params]
+    return [] if group is None else [FsdpParameter(param) for param in group.fsdp_params]
 
 
 def initialize_lazily(unit: FSDPModule) -> None:

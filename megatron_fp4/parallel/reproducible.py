@@ -67,7 +67,7 @@ class TreeReduceScatter:
 def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` [n] over the ranks of `group`, in place."""
     ranks = group.size()
-    padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % ranks))
+    padded = pad(tensor, (0, -len(tensor) % ranks))
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
     sums = start_all_gather(tree_sum(received.view(ranks, -1)), group, async_op=False).wait()

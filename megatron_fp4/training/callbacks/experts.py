@@ -94,8 +94,8 @@ class Experts(Callback):
     def _record(self, done: int, loads: Tensor, sums: Tensor) -> None:
         """loads: int64 [blocks, experts]. sums: FP64 [blocks, 3], entropy and `_count_zeros`."""
         values, curves = dict[str, Any](), dict[str, float]()
-        for name, router, load, (entropy, zeros, elements) in zip(
-            self._routers, self._routers.values(), loads.tolist(), sums.tolist(), strict=True
+        for (name, router), load, (entropy, zeros, elements) in zip(
+            self._routers.items(), loads.tolist(), sums.tolist(), strict=True
         ):
             tokens = sum(load) / router.config.moe_top_k
             found = {
