@@ -128,6 +128,11 @@ class Mixer(nn.Module, ABC):
         return {}
 
     @classmethod
+    def shared_by_expert_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """The same for the expert-parallel size."""
+        return {}
+
+    @classmethod
     @abstractmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
         """Its linears in order of execution; `name` is that of the mixer's attribute."""

@@ -17,7 +17,8 @@ For each sequence of S tokens there are two more losses, as in Megatron (`seq_au
     moe_aux_loss E / (k S^2) sum_e(n_e sum_t p_te)        p = s / (sum of s); n_e: tokens with e among their k largest s
     moe_z_loss / S sum_t(log sum_e exp(Wx)_te)^2
 
-Tokens are sorted by expert, and by their position within an expert. No token is dropped.
+Tokens are sorted by expert, and by their position within an expert. No token is dropped. With expert parallelism the
+rows travel to the ranks that have their experts, and back (parallel/expert_parallel.py).
 
 Shapes: t tokens, e experts, k experts of a token, n = t k rows that experts compute, d width.
 """
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
+from megatron_fp4.parallel.expert_parallel import Exchange
 from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
@@ -282,7 +284,7 @@ class Experts(GroupedLinear):
 
 
 class MoE(Mixer):
-    """Experts, their router, and the shared expert. Every rank has all experts."""
+    """Experts, their router, and the shared expert. Expert-parallel ranks divide the experts; each has the others."""
 
     name = "expert"
     shapes_vary = True
@@ -321,20 +323,28 @@ class MoE(Mixer):
         self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)
+        self._expert_ranks, self._exchange = mesh.experts, execution.kernel("exchange", Exchange)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
         routing = self.router(x_td, sequence_length)
         order = Order.of(routing.expert_tk, self.num_experts)
         first_token = self.experts_up.context.step_state.micro_batch * len(x_td)
-        segments = self._segments(order.counts_e, first_token + order.token_n)
+        counts, number_n, exchange = order.counts_e, first_token + order.token_n, None
+        if self._expert_ranks is not None:
+            exchange = self._exchange(self._expert_ranks, counts, number_n)
+            counts, number_n = exchange.counts, exchange.tokens
+        segments = self._segments(counts, number_n, self.experts_up.first_expert, self.num_experts)
         latent_td = x_td if self.to_latent is None else self.to_latent(x_td)
         x_nd = self._dispatch(latent_td, order.token_n, order.row_tk, self._sum_rows)
-        inner_nf = self.experts_up(x_nd, segments)
+        inner_nf = self.experts_up(x_nd if exchange is None else exchange.to_experts(x_nd), segments)
         if self.before_down:
-            inner_nf = self._weighted(inner_nf, routing.weight_tk.flatten()[order.row_tk.flatten().argsort()])
+            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()]
+            weight_n = weight_n if exchange is None else exchange.to_experts(weight_n[:, None])[:, 0]
+            inner_nf = self._weighted(inner_nf, weight_n)
         else:
             inner_nf = self._activation(inner_nf)
         y_nd = self.experts_down(inner_nf, segments)
+        y_nd = y_nd if exchange is None else exchange.from_experts(y_nd)
         weight_tk = None if self.before_down else routing.weight_tk
         y_td = _Combine.apply(y_nd, weight_tk, order, self._sum_rows, self._gradients)
         y_td = y_td if self.from_latent is None else self.from_latent(y_td)
@@ -394,6 +404,10 @@ class MoE(Mixer):
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
         return {"the parts of an expert": (1, 1)}
+
+    @classmethod
+    def shared_by_expert_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        return {"model.moe_num_experts": (config.moe_num_experts, config.moe_num_experts)}
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:

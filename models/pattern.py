@@ -90,10 +90,11 @@ def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
 def divided_counts(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
     """By the key of a mesh axis: key of a checked configuration -> (count that the axis's ranks divide among them, the
     key's value)."""
-    shared = {"model.vocab_size": (config.vocab_size, config.vocab_size)}
+    shared, experts = {"model.vocab_size": (config.vocab_size, config.vocab_size)}, dict[str, tuple[int, int]]()
     for mixer in reversed(mixers_of(config.pattern)):  # the most frequent reasons for a refusal come first
         shared |= mixer.shared_by_tensor_ranks(config)
-    return {"tensor": shared}
+        experts |= mixer.shared_by_expert_ranks(config)
+    return {"tensor": shared, "expert": experts}
 
 
 def linear_shapes(config: ModelConfig) -> list[LinearShape]:

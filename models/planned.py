@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, reduce_stats
+from megatron_fp4.parallel.expert_parallel import Exchange
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.quantization.segments import Segments
 from models.attention import TILES, split_heads
@@ -32,7 +33,7 @@ def planned_execution(config: Config) -> Execution:
     fused = config.train.kernels != "torch" and config.precision.compute_dtype == "bfloat16"
     tiled = fused and config.model.head_dim in TILES
     kernels: dict[str, Callable[..., Any]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}
-    kernels["segments"] = EvenSegments.of_experts
+    kernels |= {"segments": EvenSegments.of_experts, "exchange": EvenExchange}
     if fused:
         kernels |= {"scan": scan, "conv": conv}
     return Execution(kernels, one_kernel if fused else None, config.train.activation_checkpointing)
@@ -129,6 +130,14 @@ class EvenSegments(Segments):
     def counts_on_host(self) -> list[int]:
         count, rest = divmod(self.rows, len(self.counts))
         return [count + (number < rest) for number in range(len(self.counts))]
+
+
+class EvenExchange(Exchange):
+    """All ranks send each other as many rows, for the same reason."""
+
+    def rows_on_host(self, rows: Tensor, num_rows: int) -> list[list[int]]:
+        count, rest = divmod(num_rows, self.ranks.size)
+        return [[count + (number < rest) for number in range(self.ranks.size)]] * 2
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:

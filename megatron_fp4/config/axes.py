@@ -12,6 +12,7 @@ class Axis(NamedTuple):
 
         batch     the micro-batches of a global batch; loss and gradients are summed over the axis
         rows      the rows of every parameter, which are gathered for computation
+        experts   the experts of a layer, by the model, instead of the rows of their weights, which are not gathered
         layers    a layer, by the model: all ranks have the same loss
         tokens    a micro-batch, by the model: all ranks have the same loss, and each a part of the gradient of what
                   they hold in copies; the step sums it
@@ -30,5 +31,6 @@ class Axis(NamedTuple):
 AXES = (
     Axis("replicate", "replicate", "replica", ("batch",)),
     Axis("dp", None, "shard", ("batch", "rows")),
+    Axis("ep", "expert", "expert-parallel rank", ("batch", "rows", "experts")),
     Axis("tp", "tensor", "tensor-parallel rank", ("layers", "tokens")),  # tokens: with parallel.sequence
 )

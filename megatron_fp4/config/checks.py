@@ -36,6 +36,7 @@ def validate(
         _mesh(config, world_size, divided),
         _batch(config, world_size),
         _reproducible(config, world_size),
+        _experts(config),
         _effects(config, world_size),
         _machine(config, device_type),
     ):
@@ -132,6 +133,21 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
                 f"parallel.reproducible=true needs a power of two of {what}; this run has {count}; make it {fitting}"
                 f"{remedy}, or set parallel.reproducible=false"
             )
+
+
+def _experts(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    unsupported = {
+        "parallel.reshard=true": ("parallel.reshard=false", parallel.reshard),
+        "parallel.reduce_gradients=each": ("parallel.reduce_gradients=once", parallel.reduce_gradients == "each"),
+        "parallel.reproducible=true": ("parallel.reproducible=false", parallel.reproducible),
+        f"precision.diagnostics.interval={config.precision.diagnostics.interval}": (
+            "precision.diagnostics.interval=0", config.precision.diagnostics.interval > 0,
+        ),
+    }  # fmt: skip
+    for setting, (remedy, chosen) in unsupported.items():
+        if chosen and parallel.expert > 1:
+            yield f"{setting} does not go with parallel.expert={parallel.expert}; set {remedy}, or parallel.expert=1"
 
 
 def _effects(config: Config, world_size: int) -> Iterator[str]:

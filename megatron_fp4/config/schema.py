@@ -394,12 +394,14 @@ class LoggingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """The mesh: world size = replicate x shard x tensor. The shard axis gets the ranks that the others leave."""
+    """The mesh: world size = replicate x shard x expert x tensor. The shard axis gets the ranks that the others leave."""
 
     tensor: AtLeastOne = 1
     """tensor-parallel size."""
     sequence: bool | None = None
     """sequence parallelism between the layers (null: on if tensor > 1)."""
+    expert: AtLeastOne = 1
+    """expert-parallel size: so many ranks, which have other micro-batches, divide the experts among them."""
     replicate: AtLeastOne = 1
     """number of replicas of all shards (hybrid sharding)."""
     reshard: bool = False

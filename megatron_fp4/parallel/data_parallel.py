@@ -16,6 +16,9 @@ FSDP2 does both instead (fsdp.py) with `parallel.reshard=true`, which gathers in
 `parallel.reduce_gradients=each`, which reduces in every one. With one data-parallel rank there is neither: the
 parameters stay FP32 masters, and each one says how the forward pass rounds it (`Rounding`).
 
+With expert parallelism, each rank of an `ep` group gathers the rows of its own experts only, over `dp`, and reduces
+their gradients there: these are of the rows that all ranks of the group sent (expert_parallel.py).
+
 Gradients are summed, not averaged: the loss of every micro-batch is divided by the number of micro-batches of the
 global batch before its backward pass, so this pass is the same on any number of ranks.
 """
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -36,7 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
 from megatron_fp4.parallel.parameters import gathered_parameter
 from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
 from megatron_fp4.precision.fp32_gradients import Rounding, gradient_of, local_part, set_rounding
@@ -121,7 +125,7 @@ def _assert_gathered(model: nn.Module, *_: Any) -> None:
 class ShardedParameter:
     """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
 
-    module, name: where it is. dtype: of the gathered values. codes: of the weight of a quantized linear. as_codes:
+    module, name: where it is. shards: the ranks that have its other rows. dtype: of the gathered values. codes: of the weight of a quantized linear. as_codes:
     whether these are gathered now. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
     """
 
@@ -131,7 +135,8 @@ class ShardedParameter:
         if not parameter.dim():
             raise ValueError(f"the parameter {name} has no rows to shard; give it one dimension")
         self.module, self.name, self.dtype = module, name, dtype
-        local, ranks, rank = local_part(parameter), mesh.shards.size(), mesh.shards.get_local_rank()
+        local, self.shards = local_part(parameter), _shards_of(parameter, mesh)
+        ranks, rank = self.shards.size(), self.shards.get_local_rank()
         self.size, self.num_rows, self.chunk = local.shape, len(local), -(-len(local) // ranks)
         self.spec = parameter._spec if isinstance(parameter, DTensor) else None
         self.shard_spec = _sharded_spec(parameter, mesh)
@@ -204,19 +209,24 @@ class ShardedParameter:
             local_part(self.shard.grad).add_(rows)
 
 
+def _shards_of(parameter: nn.Parameter, mesh: ParallelMesh) -> DeviceMesh:
+    names = set(parameter._spec.mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+    return mesh.shards if names.isdisjoint(axes_of(mesh.device_mesh, "experts")) else mesh.expert_shards
+
+
 def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     """How the shards of `parameter` are placed: over replicas, rows, and the axes that the parameter lies on."""
-    names, placements, parts = mesh.fsdp.mesh_dim_names or (), tuple[Placement, ...](), 1
+    replicas = (mesh.fsdp.mesh_dim_names or ())[:-1]
+    names, placements, parts = (*replicas, *_shards_of(parameter, mesh).mesh_dim_names or ()), tuple[Placement, ...](), 1
     meta: Any = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
     if isinstance(parameter, DTensor):
         names, placements = (*names, *(parameter._spec.mesh.mesh_dim_names or ())), parameter.placements
         meta, parts = parameter._spec.tensor_meta, parameter._spec.num_shards_map[0]
-    if unknown := set(names) - set(mesh.sizes):
+    if unknown := {axis for name in names for axis in mesh.axes_in(name)} - set(mesh.sizes):
         raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
     rows = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
     replicated = [Replicate()] * (len(names) - len(placements) - 1)
-    axes = mesh.device_mesh if names == mesh.device_mesh.mesh_dim_names else mesh.device_mesh[names]
-    return DTensorSpec(axes, (*replicated, rows, *placements), tensor_meta=meta)
+    return DTensorSpec(mesh.joined(*names), (*replicated, rows, *placements), tensor_meta=meta)
 
 
 class ShardedModel:
@@ -236,14 +246,16 @@ class ShardedModel:
         self.reasons: list[Any] | None = None  # what the current forms follow from
         self._maxima = SharedMaxima([], mesh.shards)
         self.ahead: int | None = None  # the version of weights that `gather_ahead` gathered for the next step
-        self._buckets: list[list[ShardedParameter]] = [[]]
-        size = 0
+        self._buckets: list[list[ShardedParameter]] = []
+        filled: dict[DeviceMesh, tuple[list[ShardedParameter], int]] = {}
         for parameter in self.parameters:
-            if self._buckets[-1] and size + parameter.size.numel() > _BUCKET_ELEMENTS:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(parameter)
-            size += parameter.size.numel()
+            bucket, size = filled.get(parameter.shards, ([], 0))
+            if bucket and size + parameter.size.numel() > _BUCKET_ELEMENTS:
+                bucket, size = [], 0
+            if not bucket:
+                self._buckets.append(bucket)
+            bucket.append(parameter)
+            filled[parameter.shards] = bucket, size + parameter.size.numel()
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
@@ -268,8 +280,8 @@ class ShardedModel:
         """Fill the buffers with the parameters of all ranks. A collective. If weights do not change before the next
         step, its caller sets `ahead` to their version."""
         self._maxima.measure()
-        group, ranks = self.mesh.shards.get_group(), self.mesh.shards.size()
         for bucket in self._buckets:
+            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
             parts = [part.flatten().view(torch.uint8) for parameter in bucket for part in parameter.message()]
             sizes, message = [len(part) for part in parts], torch.cat(parts)
             received = start_all_gather(message, group, async_op=False).wait()
@@ -287,8 +299,8 @@ class ShardedModel:
     @torch.no_grad()
     def reduce(self) -> None:
         """Add the gradients of all ranks to those of the shards, and drop them. A collective."""
-        group, ranks = self.mesh.shards.get_group(), self.mesh.shards.size()
         for bucket in reversed(self._buckets):
+            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
             # Which have a gradient is the same on all ranks.
             trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
             if not trained:

@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
-        self.weight = new_parameter((*experts, out_features, in_features), mesh, shard_dim)
+        self.weight = new_parameter((*experts, out_features, in_features), mesh, shard_dim, of_experts=bool(experts))
 
     def extra_repr(self) -> str:
         recipes = [context.recipe.name for context in self.context.parts or (self.context,)]
@@ -172,12 +172,18 @@ class RowParallelLinear(QuantizedLinear):
 
 
 class GroupedLinear(QuantizedLinear):
-    """y = x W^T of experts, each with its own W, of which tensor-parallel ranks hold copies. The recipe's blocks must
-    divide both widths; the configuration check refuses others."""
+    """y = x W^T of the experts of this rank, each with its own W, of which tensor-parallel ranks hold copies. The
+    recipe's blocks must divide both widths; the configuration check refuses others.
+
+    num_experts: of all ranks. first_expert: of this rank.
+    """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, None, num_experts)
-        self.context = LinearContext(num_experts=num_experts)
+        ranks = mesh.experts
+        self.first_expert = 0 if ranks is None else ranks.rank * (num_experts // ranks.size)
+        outputs = Span(self.first_expert * out_features)
+        self.context = LinearContext(num_experts=num_experts, sharding=Sharding(outputs=outputs))
 
     def forward(self, x_td: Tensor, segments: Segments) -> Tensor:
         """[tokens, in] -> [tokens, out]; tokens are in `segments`, those of each expert (`Segments.of_experts`)."""

@@ -1,10 +1,10 @@
 """The device mesh: which rank holds and computes what.
 
-    replicate x dp x tp        (the replicate axis only with hybrid sharding)
+    replicate x dp x ep x tp   (`replicate` only with hybrid sharding, `ep` only with expert parallelism)
 
 Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold other rows of the
-same slice and compute different micro-batches. Ranks along `replicate` hold the same shards and also compute different
-micro-batches. Code outside this package asks for a group by its purpose, not for an axis.
+same slice and compute different micro-batches. So do ranks along `ep`, but of the experts they hold others instead of
+other rows. Ranks along `replicate` hold the same shards and also compute different micro-batches. Code outside this package asks for a group by its purpose, not for an axis.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ParallelMesh:
 
     batch: ranks that compute other micro-batches, and sum loss and gradients. model: those that compute the same
     micro-batch together, and have the same loss. tensor: of these, those that share a layer. replica: those that
-    compute other micro-batches with the same shards (hybrid sharding); None: there are none. Who holds copies of a
-    parameter: `copy_axes` in parameters.py.
+    compute other micro-batches with the same shards (hybrid sharding); None: there are none. experts: those that divide
+    the experts of a layer; None: every rank has all. Who holds copies of a parameter: `copy_axes` in parameters.py.
 
     sequence_parallel: activations between layers are sharded over tokens. reduce_each: gradients are reduced over
     shards after every micro-batch, not only after a step's last one. reproducible: gradients, loss and norm do not
@@ -62,19 +62,39 @@ class ParallelMesh:
     sequence_parallel: bool = False
     reduce_each: bool = False
     reproducible: bool = False
+    experts: Ranks | None = None
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """The axis of shards, after the axis of replicas unless gradients are summed over these by a tree."""
         replicas = [] if self.reproducible else axes_of(self.device_mesh, "batch", without="rows")
-        shards = axes_of(self.device_mesh, "rows")
-        assert len(replicas) <= 1 and len(shards) == 1, f"FSDP2 cannot shard over {shards} and sum over {replicas}"
-        return self.device_mesh[(*replicas, *shards)]
+        assert len(replicas) <= 1, f"FSDP2 cannot sum over {replicas}"
+        return self.joined(*replicas, *self.shards.mesh_dim_names or ())
 
     @cached_property
     def shards(self) -> DeviceMesh:
-        """The axis whose ranks hold other rows of every parameter."""
-        return self.device_mesh[tuple(axes_of(self.device_mesh, "rows"))]
+        """The ranks that hold other rows of every parameter but those of experts, as one axis."""
+        axes = self.device_mesh[tuple(axes_of(self.device_mesh, "rows"))]
+        return axes if axes.ndim == 1 else axes._flatten()
+
+    @cached_property
+    def expert_shards(self) -> DeviceMesh:
+        """The ranks that hold other rows of the experts of this one, as one axis."""
+        (axis,) = axes_of(self.device_mesh, "rows", without="experts")
+        return self.device_mesh[axis]
+
+    def axes_in(self, name: str) -> list[str]:
+        """The axes that a dimension of a parameter's mesh consists of: one, or all of `shards`."""
+        return axes_of(self.device_mesh, "rows") if (name,) == self.shards.mesh_dim_names else [name]
+
+    def joined(self, *names: str) -> DeviceMesh:
+        """The mesh of some axes, `shards` among them or not."""
+        if names == self.device_mesh.mesh_dim_names:
+            return self.device_mesh
+        if self.sizes.keys() >= set(names):
+            return self.device_mesh[names]
+        axes = [self.device_mesh[name] if name in self.sizes else self.shards for name in names]
+        return DeviceMesh._concatenate(axes)
 
     @cached_property
     def layers(self) -> DeviceMesh:
@@ -221,6 +241,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         return Ranks(axes.size(), axes.get_local_rank(), axes.get_group())
 
     batch, replicas = axes_of(device_mesh, "batch"), axes_of(device_mesh, "batch", without="rows")
+    experts = axes_of(device_mesh, "experts")
     return ParallelMesh(
         device_mesh,
         device,
@@ -231,4 +252,5 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         sequence_parallel=config.tensor > 1 and config.sequence is not False,
         reduce_each=config.reduce_gradients == "each",
         reproducible=config.reproducible,
+        experts=along(experts) if experts else None,
     )

@@ -1,6 +1,7 @@
 """Parameters as DTensors on the tensor-parallel axis, and how layers access their local part.
 
-A parameter is created as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. With several data-parallel
+A parameter is created as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. Weights of experts are
+`Shard(0)` over `ep` too, if there is expert parallelism. With several data-parallel
 ranks it is then also sharded over `dp`, and the forward pass gets a gathered copy in the compute dtype. Layers work
 on the local tensor. The functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round a
 master, and return the gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in FP32.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
 from megatron_fp4.precision.fp32_gradients import (
     accept_fp32_gradient,
     gradient_of,
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
-def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
-    """An uninitialized FP32 parameter of global `shape`, sharded over `tp` along `shard_dim` (None: replicated).
+def new_parameter(
+    shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None, of_experts: bool = False
+) -> nn.Parameter:
+    """An uninitialized FP32 parameter of global `shape`, sharded over `tp` along `shard_dim` (None: replicated), and if
+    it is `of_experts`, over `mesh.experts` along its first dimension.
 
     Created on the default device (under `torch.device("meta")`: on the meta device).
     """
@@ -39,8 +43,14 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
         assert shape[shard_dim] % mesh.tensor.size == 0, (shape, mesh.tensor.size)
         local[shard_dim] //= mesh.tensor.size
         placement = Shard(shard_dim)
+    axes, placements = mesh.layers, [placement]
+    if of_experts and mesh.experts is not None:
+        assert shape[0] % mesh.experts.size == 0 and shard_dim != 0, (shape, mesh.experts.size, shard_dim)
+        local[0] //= mesh.experts.size
+        axes = mesh.joined(*axes_of(mesh.device_mesh, "experts"), *mesh.layers.mesh_dim_names or ())
+        placements = [Shard(0), placement]
     data = torch.empty(local, dtype=torch.float32)
-    return nn.Parameter(DTensor.from_local(data, mesh.layers, [placement], run_check=False))
+    return nn.Parameter(DTensor.from_local(data, axes, placements, run_check=False))
 
 
 def gathered_parameter(local: Tensor, spec: DTensorSpec | None, requires_grad: bool) -> nn.Parameter:
@@ -104,7 +114,8 @@ def copy_axes(tensor: Tensor, mesh: ParallelMesh) -> list[str]:
     placements: dict[str, Placement] = {}
     if isinstance(tensor, DTensor):
         assert not any(placement.is_partial() for placement in tensor.placements)
-        placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+        for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+            placements |= dict.fromkeys(mesh.axes_in(name), placement)
     if unknown := placements.keys() - mesh.sizes.keys():
         raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
     return [name for name in mesh.sizes if name not in placements or placements[name].is_replicate()]

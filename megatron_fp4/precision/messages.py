@@ -54,3 +54,13 @@ def start_reduce_scatter(y: Tensor, group: ProcessGroup, async_op: bool = True) 
     y = y.contiguous()
     out = y.new_empty((y.shape[0] // group.size(), *y.shape[1:]))
     return Pending(_reduce_scatter(out, y, group=group, async_op=async_op), y, out)
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """[rows, columns] -> the rows that the ranks of `group` send to this one, ranks in order; any dtype, sent as bytes.
+
+    sent, received: how many rows this rank sends to each rank and gets from each.
+    """
+    out = x.new_empty((sum(received), x.shape[1]))
+    dist.all_to_all_single(out.view(torch.uint8), x.contiguous().view(torch.uint8), received, sent, group=group)
+    return out

@@ -463,7 +463,9 @@ class GroupedCall(LinearCall):
         super().__init__(context, weight, x)
         num_experts, outputs, _ = self._stored.shape
         self._stored, self.segments = self._stored.flatten(0, 1), segments.padded_to(self.alignment.tokens)
-        self.experts = Segments.of_equal(outputs, num_experts, x.device).padded_to(self.alignment.outputs)
+        first = context.sharding.outputs.at
+        assert isinstance(first, int)
+        self.experts = Segments.of_equal(outputs, num_experts, x.device, first).padded_to(self.alignment.outputs)
         self.padding = Padding(segments.rows, segments.rows, 1, RowGroups(outputs, outputs))
         self.micro_batch = 0  # tokens are numbered over all micro-batches
 
@@ -483,7 +485,8 @@ class GroupedCall(LinearCall):
         weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]
         at = self.segments.padded_positions
         at = at + rows.start if isinstance(at, int) else at[rows]
-        return _LoneCall(replace(self.context, weight_cache=None), weight, x, expert * len(weight), at)
+        first = self.experts.first + expert * len(weight)
+        return _LoneCall(replace(self.context, weight_cache=None), weight, x, first, at)
 
 
 class _LoneCall(LinearCall):

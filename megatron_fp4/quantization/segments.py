@@ -33,7 +33,7 @@ class Segments:
     those after all segments count as zeros.
 
     positions: int64 [rows], where each row lies in the global tensor, ascending within a segment; None: rows follow
-    each other. multiple: segments are padded to it. equal: all segments have this number of rows, a multiple of
+    each other from `first`. multiple: segments are padded to it. equal: all segments have this number of rows, a multiple of
     `multiple`; 0: any number. sources: consecutive segments that belong to one expert.
     """
 
@@ -43,24 +43,27 @@ class Segments:
     multiple: int = 1
     equal: int = 0
     sources: int = 1
+    first: int = 0
     _padded_to: dict[int, Self] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_experts(cls, counts: Tensor, tokens: Tensor) -> Self:
+    def of_experts(cls, counts: Tensor, tokens: Tensor, first: int = 0, num_experts: int | None = None) -> Self:
         """The rows that experts compute.
 
         counts: int64 [experts] or [experts, sources]. tokens: int64 [rows], the number of each row's token among all
         micro-batches of the step (micro-batch * tokens of a micro-batch + token), ascending within a segment.
+        first, num_experts: the first of these experts, and the number of all (None: there are no others).
         """
         experts, rows = len(counts), len(tokens)
         ends = counts.view(experts, -1).sum(1).cumsum(0)
         expert_of = torch.searchsorted(ends, torch.arange(rows, device=counts.device), right=True)
-        return cls(counts.flatten(), rows, tokens * experts + expert_of, sources=counts.numel() // experts)
+        positions = tokens * (num_experts or experts) + (first + expert_of)
+        return cls(counts.flatten(), rows, positions, sources=counts.numel() // experts)
 
     @classmethod
-    def of_equal(cls, count: int, num_segments: int, device: torch.device) -> Self:
-        """Segments of `count` rows each, whose positions follow each other: the matrices of a weight."""
-        return cls(torch.full((num_segments,), count, device=device), count * num_segments, equal=count)
+    def of_equal(cls, count: int, num_segments: int, device: torch.device, first: int = 0) -> Self:
+        """Segments of `count` rows each, whose positions follow each other from `first`: the matrices of a weight."""
+        return cls(torch.full((num_segments,), count, device=device), count * num_segments, equal=count, first=first)
 
     def padded_to(self, multiple: int) -> Self:
         """The same segments, each padded to a multiple of `multiple` rows."""
@@ -118,7 +121,7 @@ class Segments:
     def padded_positions(self) -> Tensor | int:
         """int64 [padded_rows], or the first row's position if the others follow."""
         if self.positions is None:
-            return 0
+            return self.first
         if self.multiple == 1:
             return self.positions
         row = torch.arange(self.padded_rows, device=self.counts.device)

@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import Config, OptimizerConfig, ScheduleConfig
 from megatron_fp4.precision.plan import switch_step
@@ -53,17 +55,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: boo
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups in the order of model.named_parameters(): parameters with weight decay, and those without.
+    """Two groups in the order of model.named_parameters(): parameters with weight decay, and those without. With expert
+    parallelism the experts are a group of their own: torch updates no DTensors of several meshes together.
 
     Parameters with fewer than two dimensions (norm scales, A_log, D, dt_bias) and biases have no weight decay.
     Matrices, embeddings and convolution weights have it.
     """
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[parameter.ndim >= 2 and not name.endswith("bias")].append(parameter)
-    decays = {True: weight_decay, False: 0.0}
-    return [{"params": own, "weight_decay": decays[decayed]} for decayed, own in groups.items() if own]
+            decayed = parameter.ndim >= 2 and not name.endswith("bias")
+            axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+            groups.setdefault((decayed, axes), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: not item[0][0])
+    return [{"params": own, "weight_decay": weight_decay if decayed else 0.0} for (decayed, _), own in ordered]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
