@@ -394,7 +394,8 @@ class LoggingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """The mesh: world size = replicate x shard x expert x tensor. The shard axis gets the ranks that the others leave."""
+    """The mesh: world size = replicate x shard x expert x tensor. The shard axis gets the ranks that the others
+    leave."""
 
     tensor: AtLeastOne = 1
     """tensor-parallel size."""

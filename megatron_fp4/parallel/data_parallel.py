@@ -125,8 +125,9 @@ def _assert_gathered(model: nn.Module, *_: Any) -> None:
 class ShardedParameter:
     """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
 
-    module, name: where it is. shards: the ranks that have its other rows. dtype: of the gathered values. codes: of the weight of a quantized linear. as_codes:
-    whether these are gathered now. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
+    module, name: where it is. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of the
+    weight of a quantized linear. as_codes: whether these are gathered now. gathered: the parameter in the buffers,
+    padded to `chunk` rows of every rank.
     """
 
     def __init__(self, module: nn.Module, name: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
@@ -217,7 +218,8 @@ def _shards_of(parameter: nn.Parameter, mesh: ParallelMesh) -> DeviceMesh:
 def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     """How the shards of `parameter` are placed: over replicas, rows, and the axes that the parameter lies on."""
     replicas = (mesh.fsdp.mesh_dim_names or ())[:-1]
-    names, placements, parts = (*replicas, *_shards_of(parameter, mesh).mesh_dim_names or ()), tuple[Placement, ...](), 1
+    names = (*replicas, *(_shards_of(parameter, mesh).mesh_dim_names or ()))
+    placements, parts = tuple[Placement, ...](), 1
     meta: Any = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
     if isinstance(parameter, DTensor):
         names, placements = (*names, *(parameter._spec.mesh.mesh_dim_names or ())), parameter.placements

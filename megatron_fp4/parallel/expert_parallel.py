@@ -1,7 +1,7 @@
 """Expert parallelism: a rank has some of the experts, and computes the rows that the ranks of its group send them.
 
-    this rank's rows, by expert and token    all-to-all    rows by source, expert, token    reordered    by expert, source,
-                                                                                                         token
+    rows by expert, token    all-to-all    rows by source, expert, token    reordered    rows by expert, source, token
+
 The rows of one source for one expert are a segment (quantization/segments.py), so no result depends on how many ranks
 share the experts. Results take the way back. Each rank sends the numbers of its rows first, and the host waits for
 these, because it must know how many rows it receives. All ranks of a group run the same forward and backward passes.

@@ -4,7 +4,8 @@
 
 Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold other rows of the
 same slice and compute different micro-batches. So do ranks along `ep`, but of the experts they hold others instead of
-other rows. Ranks along `replicate` hold the same shards and also compute different micro-batches. Code outside this package asks for a group by its purpose, not for an axis.
+other rows. Ranks along `replicate` hold the same shards and also compute different micro-batches. Code outside this
+package asks for a group by its purpose, not for an axis.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Segments:
     those after all segments count as zeros.
 
     positions: int64 [rows], where each row lies in the global tensor, ascending within a segment; None: rows follow
-    each other from `first`. multiple: segments are padded to it. equal: all segments have this number of rows, a multiple of
-    `multiple`; 0: any number. sources: consecutive segments that belong to one expert.
+    each other from `first`. multiple: segments are padded to it. equal: all segments have this number of rows, a
+    multiple of `multiple`; 0: any number. sources: consecutive segments that belong to one expert.
     """
 
     counts: Tensor

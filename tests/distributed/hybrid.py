@@ -52,6 +52,7 @@ class Layout:
 
     world: int
     tensor: int = 1
+    expert: int = 1
     replicate: int = 1
     sequence: bool | None = None
     reshard: bool = False
@@ -60,8 +61,9 @@ class Layout:
 
     def mesh(self) -> ParallelMesh:
         parallel = ParallelConfig(
-            tensor=self.tensor, replicate=self.replicate, sequence=self.sequence, reduce_gradients=self.reduce
-        )
+            tensor=self.tensor, expert=self.expert, replicate=self.replicate, sequence=self.sequence,
+            reduce_gradients=self.reduce,
+        )  # fmt: skip
         return build_mesh(parallel, torch.device("cpu"))
 
 

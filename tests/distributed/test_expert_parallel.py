@@ -1,0 +1,81 @@
+"""Experts divided among ranks compute what one rank computes."""
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.optimizer import build_optimizer
+from models.execution import Execution
+from tests.distributed.hybrid import (
+    MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches, operand, watched_gemms,
+)  # fmt: skip
+from tests.models.builders import local, relative_error
+from tests.training.harness import launch, train_step, whole
+
+CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_dim=32, moe_shared_ffn_dim=32,
+                 moe_aux_loss=0.1, moe_latent_dim=16)  # fmt: skip
+LAYOUTS = {2: [Layout(2, expert=2)], 4: [Layout(4, expert=4), Layout(4, expert=2), Layout(4, expert=2, replicate=2)]}
+VARIANTS = {
+    "nvfp4": ({}, "none"),
+    "fp32": ({"moe_weight": "before_down"}, "block"),
+    "quartet2": ({}, "selective"),
+}
+Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str]]
+
+
+def trained(rank: int, layouts: list[Layout], precision: str) -> list[Result]:
+    return [trained_on(layout, precision) for layout in layouts]
+
+
+def trained_on(layout: Layout, precision: str) -> Result:
+    """Losses and norms of two steps; gradients of the first one, and weights; and digests of the operands of all
+    quantized GEMMs of this rank in the first one."""
+    (changes, recompute), mesh, step_state = VARIANTS[precision], layout.mesh(), StepState(seed=11)
+    model, _ = controlled_model(
+        mesh, RECIPES[precision], step_state, replace(CONFIG, **changes), execution=Execution(recompute=recompute)
+    )
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
+    gradients, codes = dict[str, Tensor](), Counter[str]()
+
+    def keep_gradients(*_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gradients.setdefault(f"gradient of {name}", whole(parameter.grad))
+
+    def keep_codes(*operands: GemmOperand) -> None:
+        if step_state.step == 0 and operands[0].quantized:
+            tensors = [t for one in operands for t in operand(one) if t is not None]
+            codes[hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()] += 1
+
+    optimizer.register_step_pre_hook(keep_gradients)
+    with watched_gemms(keep_codes):
+        steps = [
+            train_step(model, optimizer, masked_micro_batches(i, mesh), mesh, step_state, step=i) for i in range(2)
+        ]
+    experts = local(model.blocks[1].mixer.experts_up.weight)
+    assert len(experts) <= CONFIG.moe_num_experts // layout.expert
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return [s.loss for s in steps], [s.grad_norm for s in steps], gradients | weights, codes
+
+
+@pytest.mark.parametrize("precision", VARIANTS)
+def test_experts_on_several_ranks_train_like_those_on_one(precision: str) -> None:
+    """Ranks together have just the codes of one: of expert, micro-batch and GEMM."""
+    [[(losses, norms, tensors, codes)]] = launch(trained, 1, [ONE], precision)
+    assert bool(codes) == (precision != "fp32")
+    for world, layouts in LAYOUTS.items():
+        for of_ranks in zip(*launch(trained, world, layouts, precision), strict=True):
+            assert sum((rank[3] for rank in of_ranks), Counter()) == codes
+            for other_losses, other_norms, other_tensors, _ in of_ranks:
+                assert other_losses[0] == pytest.approx(losses[0], rel=1e-12)
+                assert other_losses == pytest.approx(losses, rel=1e-5)
+                assert other_norms == pytest.approx(norms, rel=1e-5)
+                for name, tensor in tensors.items():
+                    assert relative_error(other_tensors[name], tensor) < 1e-5, name
