@@ -34,3 +34,6 @@ AXES = (
     Axis("ep", "expert", "expert-parallel rank", ("batch", "rows", "experts")),
     Axis("tp", "tensor", "tensor-parallel rank", ("layers", "tokens")),  # tokens: with parallel.sequence
 )
+
+# The name of the axes of rows as one axis, if there are several.
+ROWS = "_".join(axis.name for axis in AXES if "rows" in axis.divides)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_fp4.config.axes import AXES
+from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.schema import ParallelConfig
 
 
@@ -76,7 +76,7 @@ class ParallelMesh:
     def shards(self) -> DeviceMesh:
         """The ranks that hold other rows of every parameter but those of experts, as one axis."""
         axes = self.device_mesh[tuple(axes_of(self.device_mesh, "rows"))]
-        return axes if axes.ndim == 1 else axes._flatten()
+        return axes if axes.ndim == 1 else axes._flatten(ROWS)
 
     @cached_property
     def expert_shards(self) -> DeviceMesh:

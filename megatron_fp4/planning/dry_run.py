@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fp4.config.axes import AXES
+from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.reproducible import leaf_size
@@ -62,8 +62,8 @@ from megatron_fp4.training.step import accumulate, update
 _WORKSPACES = 2 * 32 * 2**20
 _ALLOCATION_UNIT = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
-# Ranks along these compute other micro-batches.
-BATCH_AXES = [axis.name for axis in AXES if "batch" in axis.divides]
+# Along these, ranks that compute other micro-batches gather parameters and sum gradients.
+BATCH_AXES = [ROWS, *(axis.name for axis in AXES if "batch" in axis.divides and "experts" not in axis.divides)]
 
 # (mesh, step state, execution, backend) -> the model and the controller of its linears.
 Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
@@ -209,7 +209,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
                 kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
-        names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
+        names: dict[str, str] = {mesh.shards.get_group().group_name: ROWS}
+        names |= {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
         sent = [(part, replace(message, group=names.get(message.group, "all ranks"))) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()

@@ -32,6 +32,7 @@ from rich.table import Table
 from megatron_fp4.checkpoint.config_diff import refuse_finished, run_identity
 from megatron_fp4.checkpoint.files import well_formed
 from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
+from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
 from megatron_fp4.logging.console import (
@@ -467,7 +468,8 @@ def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, 
     host together, because a ring enters and leaves each host once on every adapter.
     """
     sizes = {axis.name: size for axis, size in parallel.axis_sizes(ranks).items()}
-    inside = [*sizes][[*sizes].index(group) + 1 :] if group in sizes else []  # the axes whose ranks are closer
+    innermost = [axis.name for axis in AXES if "rows" in axis.divides][-1] if group == ROWS else group
+    inside = [*sizes][[*sizes].index(innermost) + 1 :] if innermost in sizes else []  # the axes whose ranks are closer
     neighbours = min(size, max(1, run.dry_ranks_per_host // math.prod(sizes[name] for name in inside)))
     if neighbours == size:
         return gpu_of(parallel).links

@@ -14,7 +14,14 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution import Execution
 from tests.distributed.hybrid import (
-    MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches, operand, watched_gemms,
+    MODEL,
+    ONE,
+    RECIPES,
+    Layout,
+    controlled_model,
+    masked_micro_batches,
+    operand,
+    watched_gemms,
 )  # fmt: skip
 from tests.models.builders import local, relative_error
 from tests.training.harness import launch, train_step, whole
