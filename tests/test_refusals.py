@@ -21,6 +21,7 @@ EDEN = ["precision.wgrad.gradient.rounding=ms_eden", "precision.wgrad.rht=128", 
 SWITCH_TO_NVFP4 = "precision.switch.target=nvfp4"
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 EACH = ["parallel.reduce_gradients=each"]
+EXPERTS_2 = ["model=moe_tiny", "parallel.expert=2"]
 EXPERTS_UP = ["model=moe_tiny", "precision.bf16_blocks.names=[*.experts_down]"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
 READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
@@ -172,10 +173,21 @@ RECIPES = [
 ]
 # (overrides, ranks, words of the line, perhaps the remedy), on GPUs
 ON_GPUS = [
-    (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
+    (
+        ["parallel.tensor=3"],
+        4,
+        "parallel.tensor=3 x parallel.expert=1 x parallel.replicate=1 does not divide the 4 ranks of",
+    ),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
     (["parallel.tensor=2", "model=moe_tiny"], 2, "parallel.tensor=2 does not divide the parts of an expert=1; sizes"),
+    (["parallel.expert=2"], 2, "parallel.expert=2, but nothing in this run is divided among the ranks of", "1"),
+    (["parallel.expert=2", "model=moe_tiny"], 3, "does not divide the 3 ranks of this run", "1"),
+    (["parallel.expert=3", "model=moe_tiny"], 3, "parallel.expert=3 does not divide model.moe_num_experts=8", "1"),
+    ([*EXPERTS_2, "parallel.reshard=true"], 2, "parallel.reshard=true does not go with parallel.expert=2", "false"),
+    ([*EXPERTS_2, *EACH], 2, "parallel.reduce_gradients=each does not go with parallel.expert=2", "once"),
+    ([*EXPERTS_2, "parallel.reproducible=true"], 2, "reproducible=true does not go with parallel.expert=2", "false"),
+    ([*EXPERTS_2, "precision.diagnostics.interval=5"], 2, "interval=5 does not go with parallel.expert=2", "0"),
     (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "of parallel.tensor=2 x 128 = 256"),
     (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use", "64"),
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 ", "1024"),
