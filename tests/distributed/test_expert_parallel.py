@@ -36,7 +36,7 @@ LAYOUTS = {2: [Layout(2, expert=2)], 4: [Layout(4, expert=4), Layout(4, expert=2
 VARIANTS = {
     "nvfp4": ({}, "none"),
     "fp32": ({"moe_weight": "before_down"}, "block"),
-    "quartet2": ({}, "selective"),
+    "quartet2": ({"moe_ffn_dim": 128, "moe_latent_dim": 128}, "selective"),
 }
 IDENTITY = run_identity(Config(model=CONFIG), {"tokenizer": "one"})
 Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str]]
@@ -64,7 +64,7 @@ def trained_on(layout: Layout, precision: str) -> Result:
     def keep_codes(*operands: GemmOperand) -> None:
         if step_state.step == 0 and operands[0].quantized:
             tensors = [t for one in operands for t in operand(one) if t is not None]
-            codes[hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()] += 1
+            codes[hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in tensors)).hexdigest()] += 1
 
     optimizer.register_step_pre_hook(keep_gradients)
     with watched_gemms(keep_codes):
