@@ -88,9 +88,15 @@ class Execution:
     def kernel(self, part: str, plain: Callable[P, R]) -> Callable[P, R]:
         return self.kernels.get(part, plain)
 
-    def pure(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, compiled if this execution compiles. It must depend only on its arguments."""
-        return function if self.compile is None else self.compile(function)
+    def pure(self, function: Callable[P, R], rows_vary: bool = False) -> Callable[P, R]:
+        """`function`, compiled if this execution compiles. It must depend only on its arguments.
+
+        rows_vary: the first dimension of its tensors is another one in every call.
+        """
+        if self.compile is None:
+            return function
+        compiled = self.compile(function)
+        return _of_any_rows(compiled) if rows_vary else compiled
 
     def recomputed(self, function: Callable[P, R]) -> Callable[P, R]:
         """`function`, recomputed in the backward pass if recomputation is selective.
@@ -117,6 +123,16 @@ def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
         config.compile_threads = min(max(cores, 1), _COMPILERS)
     # A micro-batch has the same shapes in the whole run, and kernels for dynamic shapes would be slower.
     return torch.compile(function, dynamic=False)
+
+
+def _of_any_rows(compiled: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(compiled)
+    def marking(*arguments: Any) -> Any:
+        for tensor in arguments:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return compiled(*arguments)  # type: ignore[call-arg]
+
+    return marking  # type: ignore[return-value]
 
 
 def recomputed(function: Callable[P, R]) -> Callable[P, R]:

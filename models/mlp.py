@@ -6,7 +6,7 @@ GatedMLP   down(silu(gate(x)) * up(x))     SwiGLU, arXiv:2002.05202, as in Llama
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,13 @@ def _named(up: str, down: str, config: ModelConfig) -> Sections:
     }
 
 
+def activation(execution: Execution, rows_vary: bool = False) -> Callable[[Tensor], Tensor]:
+    """The squared ReLU of an execution. rows_vary: as in `Execution.pure`."""
+    # Compiled, the composition of relu and square is one kernel each way; eager, the autograd function is faster.
+    function = execution.pure(_squared_relu, rows_vary) if execution.compiled else squared_relu
+    return execution.recomputed(function)
+
+
 class MLP(Mixer):
     """Up projection, squared ReLU, down projection."""
 
@@ -61,9 +68,7 @@ class MLP(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        # Compiled, the composition of relu and square is one kernel each way; eager, the autograd function is faster.
-        activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
-        self.activation = execution.recomputed(activation)
+        self.activation = activation(execution)
         up, down = self.linears(config)
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)

@@ -44,7 +44,7 @@ from megatron_fp4.quantization.segments import Segments
 from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.mlp import MLP, check_tiles
+from models.mlp import MLP, activation, check_tiles
 from models.positions import Documents, NewTokens
 from models.published import HuggingFaceBlock, Section, Sections
 
@@ -318,8 +318,9 @@ class MoE(Mixer):
         self.experts_down = Experts(config, inner, width, mesh, config.init_std * config.num_blocks**-0.5)
         self.from_latent = RowParallelLinear(width, config.hidden_dim, mesh) if latent else None
         self.shared_experts = MLP(_shared(config), mesh, execution)
-        self._activation = self.shared_experts.activation
-        self._weighted = execution.recomputed(execution.pure(weighted_squared_relu))
+        exchanged = mesh.experts is not None
+        self._activation = activation(execution, rows_vary=exchanged)
+        self._weighted = execution.recomputed(execution.pure(weighted_squared_relu, rows_vary=exchanged))
         self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)

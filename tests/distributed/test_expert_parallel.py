@@ -68,9 +68,9 @@ def trained_on(layout: Layout, precision: str) -> Result:
 
     optimizer.register_step_pre_hook(keep_gradients)
     with watched_gemms(keep_codes):
-        steps = [
-            train_step(model, optimizer, masked_micro_batches(i, mesh), mesh, step_state, step=i) for i in range(2)
-        ]
+        steps = [train_step(model, optimizer, masked_micro_batches(0, mesh), mesh, step_state, step=0)]
+        model.blocks[1].mixer.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))  # no token for two of four experts
+        steps.append(train_step(model, optimizer, masked_micro_batches(1, mesh), mesh, step_state, step=1))
     experts = local(model.blocks[1].mixer.experts_up.weight)
     assert len(experts) <= CONFIG.moe_num_experts // layout.expert
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
