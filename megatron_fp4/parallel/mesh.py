@@ -230,9 +230,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     sizes = config.axis_sizes(dist.get_world_size())
     assert math.prod(sizes.values()) == dist.get_world_size(), "config/checks.py rejects other sizes"
     shape = {
-        axis.name: size
-        for axis, size in sizes.items()
-        if size > 1 or "rows" in axis.divides or "layers" in axis.divides
+        axis.name: size for axis, size in sizes.items() if size > 1 or axis.key is None or "layers" in axis.divides
     }
     device_mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 

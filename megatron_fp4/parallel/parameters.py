@@ -1,10 +1,10 @@
 """Parameters as DTensors on the tensor-parallel axis, and how layers access their local part.
 
 A parameter is created as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. Weights of experts are
-`Shard(0)` over `ep` too, if there is expert parallelism. With several data-parallel
-ranks it is then also sharded over `dp`, and the forward pass gets a gathered copy in the compute dtype. Layers work
-on the local tensor. The functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round a
-master, and return the gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in FP32.
+`Shard(0)` over `ep` too, if there is expert parallelism. With several data-parallel ranks a parameter is then also
+sharded over `dp`, and the forward pass gets a gathered copy in the compute dtype. Layers work on the local tensor. The
+functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round a master, and return the
+gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in FP32.
 """
 
 from __future__ import annotations
