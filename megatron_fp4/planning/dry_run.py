@@ -209,8 +209,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
                 kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
-        names: dict[str, str] = {mesh.shards.get_group().group_name: ROWS}
-        names |= {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
+        names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
+        if mesh.experts is not None:  # last: with one rank along `dp` it is the group of `ep`, too
+            names[mesh.shards.get_group().group_name] = ROWS
         sent = [(part, replace(message, group=names.get(message.group, "all ranks"))) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
