@@ -52,6 +52,7 @@ from megatron_fp4.training.build import configuration_errors, device_type_of, jo
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.experts import Experts
 from megatron_fp4.training.callbacks.kernels import Kernels
+from megatron_fp4.training.callbacks.mtp import FurtherLosses
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import Profile
 from megatron_fp4.training.callbacks.replicas import Replicas
@@ -154,6 +155,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         LinearCheck() if config.precision.recheck_interval else None,  # raises before others use the step's numbers
         Switch(),  # before all callbacks that read a recipe
         Experts(),  # changes buffers, which others compare, save and use
+        FurtherLosses(),
         ReplayCheck() if config.run.replay_interval else None,
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),

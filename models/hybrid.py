@@ -12,14 +12,24 @@ The hidden state between blocks is h_td [tokens, hidden] in the compute dtype, t
 sequence as the inner dimension. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the
 tokens. The first projection of a mixer gathers them and the second scatters them, so mixers see whole sequences.
 
+Multi-token prediction (MTP) is what follows each `/` of the pattern. Depth k = 1, 2, ... has token t + k, too, and
+predicts the token after it (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron's multi_token_prediction.py):
+
+    h_k = norm(blocks(W [norm(embedding of token t + k); norm(h_(k-1))]))          h_0: after the final norm
+    loss = loss_0 + mtp_loss_scaling_factor / depths * sum_k loss_k
+
+Embedding and head are the model's own. Every use of them returns an FP32 gradient, which autograd adds up over depths
+and micro-batches: a sum in BF16 made Nemotron 3 Ultra diverge. Only training computes MTP.
+
 A sequence holds several documents. If mixers get the document of each token, they keep documents apart
 (models/positions.py). Everything between mixers works on single tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +39,18 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
-from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
+from megatron_fp4.parallel.layers import (
+    OutputHead,
+    QuantizedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    enter_tensor_parallel,
+)
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution, contexts_of_decisions, recompute_saved
+from models.initialization import Rule
 from models.mixer import Mixer, RMSNorm
-from models.pattern import MIXERS, check_model
+from models.pattern import MIXERS, check_model, mtp_sets
 from models.positions import Documents, NewTokens
 
 
@@ -76,6 +93,69 @@ class Block(nn.Module):
         return h_td + mixed if isinstance(mixed, Tensor) else (h_td + mixed[0], mixed[1])
 
 
+def _through(
+    blocks: Iterable[nn.Module], h_td: Tensor, sequence_length: int, documents: Documents | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The hidden state after `blocks`, and their auxiliary losses, each FP32 [sequences]."""
+    auxiliary_losses = []
+    for block in blocks:
+        h_td = block(h_td, sequence_length, documents)
+        if isinstance(h_td, tuple):
+            h_td, auxiliary_loss = h_td
+            auxiliary_losses.append(auxiliary_loss)
+    return h_td, auxiliary_losses
+
+
+class _PairProjection(RowParallelLinear):
+    """The projection of embedding and hidden state, 2 hidden -> hidden."""
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__(2 * config.hidden_dim, config.hidden_dim, mesh)
+        self.std = config.init_std
+
+    def initial_values(self) -> dict[str, Rule]:
+        return {"weight": lambda draws: draws.normal(self.std)}
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """[tokens (local with sequence parallelism), 2 hidden], all of them on every rank -> [tokens (local), hidden]."""
+        x_td, size = enter_tensor_parallel(x_td, self.mesh), self.in_features // self.mesh.tensor.size
+        return super().forward(x_td.narrow(1, self.mesh.tensor.rank * size, size).contiguous())
+
+
+class MTP(nn.Module):
+    """One set of weights of multi-token prediction. Its parts have Megatron's names."""
+
+    def __init__(self, pattern: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, config.hidden_dim, config.norm_eps, mesh, execution)
+        self.enorm, self.hnorm, self.eh_proj = norm(), norm(), _PairProjection(config, mesh)
+        self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in pattern)
+        self.final_norm = norm()
+
+    def forward(
+        self, h_td: Tensor, embedding_td: Tensor, sequence_length: int, documents: Documents | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The hidden state of a depth, from that of the depth before and the embedding of a token further, and the
+        auxiliary losses of its blocks."""
+        pair_td = torch.cat((self.enorm(embedding_td), self.hnorm(h_td)), -1)
+        h_td, auxiliary_losses = _through(self.blocks, self.eh_proj(pair_td), sequence_length, documents)
+        return self.final_norm(h_td), auxiliary_losses
+
+
+def one_further(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the next depth: each position has the token and the target of the position after it, int64 [batch, sequence].
+
+    A target does not count (-1) if it is beyond the sequence, or if between the position and it there is the end of a
+    document or a target that does not count. The token beyond the sequence is 0, as in Megatron; no target that counts
+    depends on it.
+    """
+    counts = targets >= 0
+    if documents is not None:
+        counts = counts & (documents == F.pad(documents[:, 1:], (0, 1), value=-1))
+    further = F.pad(targets[:, 1:], (0, 1), value=-1)
+    return F.pad(tokens[:, 1:], (0, 1)), further.masked_fill(~counts, -1)
+
+
 class InferenceCache:
     """What a model keeps of earlier tokens, so that it can continue a text without computing these again.
 
@@ -98,17 +178,24 @@ class InferenceCache:
 
 
 class HybridModel(nn.Module):
-    """The whole model. Parameters are uninitialized until `models.initialization.initialize` has run."""
+    """The whole model. Parameters are uninitialized until `models.initialization.initialize` has run.
+
+    mtp_losses: if it is not None, a forward pass in training adds of each depth of multi-token prediction the sum of
+    the losses and the number of the targets that count, FP64 [depths, 2].
+    """
+
+    mtp_losses: Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype, execution: Execution
     ) -> None:
         super().__init__()
-        self.mesh, self.execution = mesh, execution
+        self.config, self.mesh, self.execution = config, mesh, execution
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_dim, mesh, compute_dtype)
-        self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.pattern)
+        self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.main_pattern)
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
+        self.mtp = nn.ModuleList(MTP(pattern, config, mesh, execution) for pattern in mtp_sets(config))
         if execution.recompute == "selective":
             for _, linear in self.linears():
                 # Saving the input takes no memory: it is recomputed, or attention saves it as its result anyway.
@@ -127,8 +214,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """tokens, targets: int64 [batch, sequence], the same on all tensor-parallel ranks.
 
-        With targets: the mean loss over tokens, FP32, 0-dim, in nats, with the gradient of the sum of this and all
-        auxiliary losses. Without: logits [batch, sequence, vocab / tp].
+        With targets: the mean loss over tokens, FP32, 0-dim, in nats, with the gradient of the sum of this, those of
+        multi-token prediction and all auxiliary losses. Without: logits [batch, sequence, vocab / tp].
 
         documents: int32 [batch, sequence], the number of each token's document in its row, ascending from 0; no token
         then sees another document. None: a row is one document. num_documents: of all rows together; without it, fused
@@ -141,29 +228,56 @@ class HybridModel(nn.Module):
         if cache is not None:
             return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
         row_documents = None if documents is None else Documents(documents, num_documents)
-        h_td, auxiliary_losses = self.embedding(tokens), []
-        for block in self.blocks:
-            h_td = block(h_td, tokens.shape[1], row_documents)
-            if isinstance(h_td, tuple):
-                h_td, auxiliary_loss = h_td
-                auxiliary_losses.append(auxiliary_loss)
+        h_td, auxiliary_losses = _through(self.blocks, self.embedding(tokens), tokens.shape[1], row_documents)
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
+        mean_loss, others = self._loss(h_td, targets, num_targets), list[Tensor]()
+        if self.mtp and torch.is_grad_enabled():
+            others, further_losses = self._further_losses(h_td, tokens, targets, documents, row_documents, num_targets)
+            auxiliary_losses += further_losses
+        if auxiliary_losses:
+            # A sequence has the weight of its targets, as in the loss, so that it is the same in any micro-batch.
+            counted = (targets >= 0).sum(1) / (targets.numel() if num_targets is None else max(num_targets, 1))
+            others += [(loss * counted).sum() for loss in auxiliary_losses]
+        if others:
+            # Only the gradient: the value stays comparable.
+            other_loss = torch.stack(others).sum()
+            mean_loss = mean_loss + (other_loss - other_loss.detach())
+        return mean_loss
+
+    def _loss(self, h_td: Tensor, targets: Tensor, num_targets: int | None) -> Tensor:
         head_loss = self.execution.kernel("loss", head_cross_entropy)
         fused, first = self.execution.compiled, self.head.first
 
         def loss(x_td: Tensor, weight: Tensor | None) -> Tensor:
             return head_loss(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
 
-        mean_loss = self.head(h_td, loss=loss)
-        if auxiliary_losses:
-            # A sequence has the weight of its targets, as in the loss, so that it is the same in any micro-batch.
-            counted = (targets >= 0).sum(1) / (targets.numel() if num_targets is None else max(num_targets, 1))
-            auxiliary_loss = torch.stack([(each * counted).sum() for each in auxiliary_losses]).sum()
-            # Only the gradient: the value stays comparable.
-            mean_loss = mean_loss + (auxiliary_loss - auxiliary_loss.detach())
+        mean_loss: Tensor = self.head(h_td, loss=loss)
         return mean_loss
+
+    def _further_losses(
+        self, h_td: Tensor, tokens: Tensor, targets: Tensor, documents: Tensor | None,
+        row_documents: Documents | None, num_targets: int | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """The weighted loss of each depth of multi-token prediction, and the auxiliary losses of their blocks."""
+        # The main loss's number, of which the host knows, and with which a target has the same weight in any
+        # micro-batch. Megatron divides by the depth's own number, which is smaller by `depth` in a sequence.
+        number = targets.numel() if num_targets is None else num_targets
+        depths = len(self.config.mtp_patterns)
+        losses, auxiliary_losses = list[Tensor](), list[Tensor]()
+        for depth in range(depths):
+            tokens, targets = one_further(tokens, targets, documents)
+            part, embedding_td = self.mtp[depth % len(self.mtp)], self.embedding(tokens)
+            h_td, its_losses = part(h_td, embedding_td, tokens.shape[1], row_documents)
+            # Blocks that are used for several depths have the mean of their losses, as in Megatron.
+            auxiliary_losses += [loss * len(self.mtp) / depths for loss in its_losses]
+            loss = self._loss(h_td, targets, number)
+            losses.append(loss * (self.config.mtp_loss_scaling_factor / depths))
+            if self.mtp_losses is not None:
+                sums = torch.stack((loss.detach().to(torch.float64) * max(number, 1), (targets >= 0).sum()))
+                self.mtp_losses[depth] += sums
+        return losses, auxiliary_losses
 
     def new_cache(self, batch: int, max_length: int) -> InferenceCache:
         """An empty cache for `batch` texts of at most `max_length` tokens each, on the mesh's device."""
@@ -193,19 +307,24 @@ class HybridModel(nn.Module):
         return ((name, module) for name, module in self.named_modules() if isinstance(module, QuantizedLinear))
 
     def mixers(self) -> list[Mixer]:
+        """Of the blocks that generation uses, in order."""
         return [block.mixer for block in self.blocks]  # type: ignore[union-attr, misc]
+
+    def _all_mixers(self) -> dict[str, Mixer]:
+        """Those of multi-token prediction too, by the name of their block."""
+        return {name: module.mixer for name, module in self.named_modules() if isinstance(module, Block)}
 
     def fp32_units(self) -> list[nn.Module]:
         """The modules whose parameters must stay FP32 in the forward pass."""
-        return [unit for mixer in self.mixers() for unit in mixer.fp32_units()]
+        return [unit for mixer in self._all_mixers().values() for unit in mixer.fp32_units()]
 
     def routers(self) -> dict[str, nn.Module]:
         """The routers of all blocks, in order, by the name of the block."""
-        return {f"blocks.{i}": router for i, mixer in enumerate(self.mixers()) for router in mixer.routers()}
+        return {name: router for name, mixer in self._all_mixers().items() for router in mixer.routers()}
 
     def autotuned_mixers(self) -> list[Mixer]:
         """The first mixer of each type that has autotuned kernels."""
-        mixers = {type(mixer): mixer for mixer in reversed(self.mixers()) if mixer.autotuned}
+        mixers = {type(mixer): mixer for mixer in reversed(self._all_mixers().values()) if mixer.autotuned}
         return list(mixers.values())
 
 

@@ -38,8 +38,8 @@ def mixers_of(pattern: str) -> list[type[Mixer]]:
 
 
 def blocks_of(config: ModelConfig) -> list[type[Mixer]]:
-    """The type of every block of a checked configuration."""
-    return [MIXERS[letter] for letter in config.pattern]
+    """The type of every block of a checked configuration, without those of multi-token prediction."""
+    return [MIXERS[letter] for letter in config.main_pattern]
 
 
 def pattern_of(blocks: Iterable[type[Mixer]]) -> str:
@@ -51,16 +51,32 @@ def pattern_of(blocks: Iterable[type[Mixer]]) -> str:
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError for an unknown letter in the pattern, or sizes that do not fit together in a block."""
     known = ", ".join(f"{letter} ({mixer.name})" for letter, mixer in MIXERS.items())
-    if not config.pattern:
-        raise ConfigError(f"model.pattern is empty; give one letter per block: {known}")
+    if not config.main_pattern:
+        raise ConfigError(f"model.pattern={config.pattern} has no blocks; give one letter per block: {known}")
     for position, letter in enumerate(config.pattern):
-        if letter not in MIXERS:
+        if letter not in MIXERS and letter != "/":
             raise ConfigError(
                 f"model.pattern={config.pattern}: {letter!r} at position {position} is no block; use {known}, without "
                 "spaces"
             )
+    depths = config.mtp_patterns
+    if len({*depths, ""}) > 2 or "" in depths:
+        raise ConfigError(
+            f"model.pattern={config.pattern}: every depth of multi-token prediction has the same blocks, at least one; "
+            f"repeat the first, as in {config.main_pattern}/*E/*E"
+        )
+    if config.mtp_use_repeated_layer and len(depths) < 2:
+        raise ConfigError(
+            f"model.mtp_use_repeated_layer=true has no effect with {len(depths)} depths of multi-token prediction in "
+            f"model.pattern={config.pattern}; add depths, as in {config.main_pattern}/*E/*E, or leave it at false"
+        )
     for mixer in mixers_of(config.pattern):
         mixer.check(config)
+
+
+def mtp_sets(config: ModelConfig) -> list[str]:
+    """The blocks of each set of weights of multi-token prediction."""
+    return config.mtp_patterns[:1] if config.mtp_use_repeated_layer else config.mtp_patterns
 
 
 def check(config: Config) -> None:
@@ -94,14 +110,28 @@ def divided_counts(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]
     for mixer in reversed(mixers_of(config.pattern)):  # the most frequent reasons for a refusal come first
         shared |= mixer.shared_by_tensor_ranks(config)
         experts |= mixer.shared_by_expert_ranks(config)
+    if config.mtp_patterns:
+        shared["model.hidden_dim"] = (2 * config.hidden_dim, config.hidden_dim)
     return {"tensor": shared, "expert": experts}
 
 
 def linear_shapes(config: ModelConfig) -> list[LinearShape]:
     """Every linear of the blocks, in order of execution. These are the linears of a precision plan."""
+    shapes, hidden = _linears_of_blocks(config, config.main_pattern), config.hidden_dim
+    title = "the input projection of multi-token prediction"
+    project = LinearShape("eh_proj", 0, 2 * hidden, hidden, "/", "model.hidden_dim", input_sharded=True, title=title)
+    for number, pattern in enumerate(sets := mtp_sets(config)):
+        first = config.num_blocks + number * len(pattern)
+        for shape in (replace(project, block=first), *_linears_of_blocks(config, pattern, first)):
+            name, uses = f"mtp.{number}.{shape.name}", len(config.mtp_patterns) // len(sets)
+            shapes.append(replace(shape, name=name, uses=uses))
+    return shapes
+
+
+def _linears_of_blocks(config: ModelConfig, pattern: str, first: int = 0) -> list[LinearShape]:
     return [
-        replace(shape, name=f"blocks.{block}.mixer.{shape.name}", block=block, letter=letter)
-        for block, letter in enumerate(config.pattern)
+        replace(shape, name=f"blocks.{block}.mixer.{shape.name}", block=first + block, letter=letter)
+        for block, letter in enumerate(pattern)
         for shape in MIXERS[letter].linears(config)
     ]
 
@@ -181,17 +211,20 @@ def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str 
     }
 
 
-def why_shapes_vary(config: ModelConfig) -> str | None:
-    """Why shapes of a micro-batch depend on its tokens, or None if they do not."""
+def why_no_graphs(config: ModelConfig) -> str | None:
+    """Why CUDA graphs cannot replay a micro-batch, or None if they can."""
+    if config.mtp_patterns:
+        return f"model.pattern={config.pattern} has multi-token prediction, which graphs do not replay yet"
     names = [mixer.name for mixer in mixers_of(config.pattern) if mixer.shapes_vary]
     return f"the shapes in {names[0]} blocks vary with the data" if names else None
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Model FLOPs per token of the forward pass, in sequences of `sequence_length` tokens."""
+    """Model FLOPs per token of the forward pass in training, in sequences of `sequence_length` tokens."""
     linears = sum(linear.flops_per_token for linear in linear_shapes(config))
-    mixing = sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in config.pattern)
-    return linears + mixing + 2 * config.hidden_dim * config.vocab_size
+    letters, num_heads = config.pattern.replace("/", ""), 1 + len(config.mtp_patterns)
+    mixing = sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in letters)
+    return linears + mixing + num_heads * 2 * config.hidden_dim * config.vocab_size
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -214,11 +247,12 @@ class ParameterCount(NamedTuple):
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
     """The number of parameters of the model; all are trained."""
-    norms = (config.num_blocks + 1) * config.hidden_dim
+    letters = config.main_pattern + "".join(mtp_sets(config))
+    norms = (len(letters) + 1 + 3 * len(mtp_sets(config))) * config.hidden_dim
     return ParameterCount(
         embedding=config.vocab_size * config.hidden_dim,
         linears=sum(linear.parameters for linear in linear_shapes(config)),
-        other=norms + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
+        other=norms + sum(MIXERS[letter].other_parameters(config) for letter in letters),
         head=config.vocab_size * config.hidden_dim,
     )
 
@@ -231,11 +265,15 @@ def active_parameters(config: ModelConfig) -> int:
 
 def parts(model: Any, config: Config) -> list[tuple[str, int, int]]:
     """The model's parts: name, how many there are, and their number of parameters."""
-    counts, pattern = parameter_count(config.model), config.model.pattern
+    counts, pattern = parameter_count(config.model), config.model.main_pattern
     rows = [("embedding", 1, counts.embedding)]
     for letter, mixer in MIXERS.items():
         blocks = [block for block, its_letter in zip(model.blocks, pattern, strict=True) if its_letter == letter]
         if blocks:
             num_parameters = sum(parameter.numel() for block in blocks for parameter in block.parameters())
             rows.append((f"{mixer.name} blocks", len(blocks), num_parameters))
-    return [*rows, ("final norm", 1, config.model.hidden_dim), ("head", 1, counts.head)]
+    rows += [("final norm", 1, config.model.hidden_dim), ("head", 1, counts.head)]
+    if model.mtp:
+        num_parameters = sum(parameter.numel() for parameter in model.mtp.parameters())
+        rows.append(("multi-token prediction", len(model.mtp), num_parameters))
+    return rows

@@ -65,7 +65,7 @@ class ModelConfig:
     """in logs and exports."""
     pattern: str = "M-*-M-"
     """the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN, `G` gated FFN, `E` experts (table in
-    models/pattern.py)."""
+    models/pattern.py). After each `/` the blocks of a depth of multi-token prediction (MTP), as in `ME*E/*E`."""
     vocab_size: AtLeastOne = 4096
     """rows of the embedding and the head; the tokenizer's largest id plus one, or more."""
     hidden_dim: AtLeastOne = 256
@@ -119,6 +119,10 @@ class ModelConfig:
     """coefficient of Megatron's `seq_aux_loss`."""
     moe_z_loss: NotNegative = 0.0
     """coefficient of the router's z-loss."""
+    mtp_use_repeated_layer: bool = False
+    """whether one set of weights is used for all depths of multi-token prediction."""
+    mtp_loss_scaling_factor: Positive = 0.1
+    """weight of the mean loss over these depths, beside the main loss with weight 1."""
     norm_eps: Positive = 1e-5
     """of RMS norms."""
     init_std: Positive = 0.02
@@ -129,8 +133,18 @@ class ModelConfig:
     transformer block is two characters."""
 
     @property
+    def main_pattern(self) -> str:
+        """The pattern without multi-token prediction."""
+        return self.pattern.partition("/")[0]
+
+    @property
+    def mtp_patterns(self) -> list[str]:
+        """The blocks of each depth of multi-token prediction."""
+        return self.pattern.split("/")[1:]
+
+    @property
     def num_blocks(self) -> int:
-        return len(self.pattern)
+        return len(self.main_pattern)
 
     @property
     def mamba_inner_dim(self) -> int:

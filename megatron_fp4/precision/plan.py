@@ -53,11 +53,12 @@ _FOR_TRANSFORMERS = "nvfp4_4over6_1x16_qkv_bf16"
 class LinearShape:
     """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
 
+    block: counted on from the last one in multi-token prediction (`mtp.<set>.blocks.<index>.mixer.<projection>`).
     letter: its block's letter in `model.pattern`, which exceptions refer to. input_key: the key of the configuration
     that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
     groups: equal groups of its output rows (KV heads, state groups); no block of codes has rows of two groups.
     active: the share of tokens that it computes, or that each of its experts computes. experts: matrices of its weight
-    [experts, out, in].
+    [experts, out, in]. uses: how often it computes a token (once for each depth of multi-token prediction).
     sections: of a packed projection, in the order of the rows of a group: (name, rows in each group). whole: of a part
     of a packed projection, that projection; the part's name is `<projection>[<section>,...]`.
     """
@@ -73,6 +74,7 @@ class LinearShape:
     groups: int = 1
     active: float = 1.0
     experts: int = 1
+    uses: int = 1
     sections: tuple[tuple[str, int], ...] = ()
     whole: LinearShape | None = None
 
@@ -91,7 +93,7 @@ class LinearShape:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward GEMM, where a multiply-add counts as two. Training takes three times as many."""
-        return round(2 * self.parameters * self.active)
+        return round(2 * self.parameters * self.active) * self.uses
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,7 @@ def _bf16_reason(
 ) -> str:
     """Why a linear, or a section of it, stays in BF16; empty if it does not."""
     num_last = bf16.num_last(num_blocks)
-    first, last = shape.block < bf16.first, shape.block >= num_blocks - num_last
+    first, last = shape.block < bf16.first, num_blocks - num_last <= shape.block < num_blocks
     for end, included, count in (("first", first, bf16.first), ("last", last, num_last)):
         if included:
             return f"block {shape.block} is " + (f"one of the {end} {count}" if count > 1 else f"the {end}")

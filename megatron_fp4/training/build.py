@@ -150,7 +150,7 @@ def graphs_refusal(
             "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,
             each: parallel.reduce_gradients == "each",
         }
-    refusal = next((why for why, applies in obstacles.items() if applies), models.why_shapes_vary(config.model))
+    refusal = next((why for why, applies in obstacles.items() if applies), models.why_no_graphs(config.model))
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     if backend != "transformer_engine":  # it has its own quantization kernels
@@ -211,7 +211,7 @@ def sharded_model(
     apply_data_parallel(
         model,
         mesh,
-        units=list(model.blocks),
+        units=[*model.blocks, *model.mtp],
         ends=[model.embedding, model.head],
         fp32_units=model.fp32_units(),
         compute_dtype=compute_dtype,

@@ -46,8 +46,8 @@ class ModelProvider(Protocol):
     def training_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of a token, forward and backward."""
 
-    def why_shapes_vary(self, config: ModelConfig) -> str | None:
-        """Why shapes of a micro-batch depend on its tokens, or None if they do not."""
+    def why_no_graphs(self, config: ModelConfig) -> str | None:
+        """Why CUDA graphs cannot replay a micro-batch, or None if they can."""
 
     def choose_execution(self, config: Config, device_type: str) -> Any:
         """The execution on a device of this type. Raises ConfigError if it is not possible."""
@@ -65,7 +65,8 @@ class ModelProvider(Protocol):
         """A model with uninitialized parameters, on the default device.
 
         model(tokens, targets, ...) returns the micro-batch's mean loss over the targets that count, FP32 0-dim. Its
-        attributes and methods: `blocks`, `embedding` and `head`, FSDP2's units; `linears()`, name and module of
+        attributes and methods: `blocks`, `mtp` (the parts of multi-token prediction), `embedding` and `head`, FSDP2's
+        units; `linears()`, name and module of
         every linear of `linear_shapes`, with the precision plan in `module.context`; `fp32_units()`, modules whose
         parameters stay FP32 in the forward pass; `routers()`, the modules that balance experts, by name of their
         block; `autotuned_mixers()`, one module of each kind that has autotuned

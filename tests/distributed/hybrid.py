@@ -111,7 +111,7 @@ def controlled_model(
     with torch.device("meta"):
         model = build_model(config, mesh, dtype, execution)
     apply_data_parallel(
-        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype,
+        model, mesh, units=[*model.blocks, *model.mtp], fp32_units=model.fp32_units(), compute_dtype=dtype,
         reshard=reshard, ends=[model.embedding, model.head],
     )  # fmt: skip
     model.to_empty(device=mesh.device)

@@ -36,23 +36,27 @@ class Experts(Callback):
         interval, routers = trainer.config.precision.diagnostics.interval, trainer.model.routers()
         if routers and interval and step.index % interval == 0:
             as_planned, in_bf16 = self._chosen(step, in_bf16=False), self._chosen(step, in_bf16=True)
-            pairs = zip(as_planned, in_bf16, strict=True)
-            flips = torch.stack([(one != other).any(-1).to(torch.float64).mean() for one, other in pairs])
+            changed = [(as_planned[name] != in_bf16[name]).any(-1) for name in as_planned]
+            flips = torch.stack([tokens.to(torch.float64).mean() for tokens in changed])
             dist.all_reduce(flips, group=trainer.mesh.batch.group)
             shares = (flips / trainer.mesh.batch.size).tolist()
-            values = {name: round(share, 6) for name, share in zip(routers, shares, strict=True)}
+            values = {name: round(share, 6) for name, share in zip(as_planned, shares, strict=True)}
             curves = {f"experts/flips/{name}": share for name, share in values.items()}
             trainer.log.metrics.record(step.done, "flips", {"blocks": values}, curves)
 
     @torch.no_grad()
-    def _chosen(self, step: Step, in_bf16: bool) -> list[Tensor]:
-        """The experts of each token of the first micro-batch, int64 [tokens, top_k], by block."""
-        trainer, chosen = self.trainer, list[Tensor]()
+    def _chosen(self, step: Step, in_bf16: bool) -> dict[str, Tensor]:
+        """The experts of each token of the first micro-batch, int64 [tokens, top_k], by block; without those of
+        multi-token prediction, which only training computes."""
+        trainer, chosen = self.trainer, dict[str, Tensor]()
         tokens, targets, options = inputs_of(step.batch[0], trainer.mesh, trainer.precision.step_state)
         with ExitStack() as stack:
-            for router in trainer.model.routers().values():
-                hook = router.register_forward_hook(lambda module, inputs, routing: chosen.append(routing.expert_tk))
-                stack.callback(hook.remove)
+            for name, router in trainer.model.routers().items():
+
+                def keep(module: Any, inputs: Any, routing: Any, name: str = name) -> None:
+                    chosen[name] = routing.expert_tk
+
+                stack.callback(router.register_forward_hook(keep).remove)
             if in_bf16:
                 stack.enter_context(trainer.precision.other_recipes(lambda recipe: BF16))
             stack.enter_context(evaluation_mode(trainer.model))  # gathers what the recipes need

@@ -1,0 +1,33 @@
+"""The loss of each depth of multi-token prediction, every `logging.interval` steps: the mean over its targets that
+count, in nats. Depth k predicts the token k + 1 places ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp4.training.trainer import Callback, Step, is_due
+
+
+class FurtherLosses(Callback):
+    """Adds up the losses of the step alone: not those of a replay, a measurement or a validation."""
+
+    @contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        model, trainer = self.trainer.model, self.trainer
+        if model.mtp and is_due(trainer.config.logging.interval, step.done):
+            depths = len(trainer.config.model.mtp_patterns)
+            model.mtp_losses = torch.zeros(depths, 2, dtype=torch.float64, device=trainer.mesh.device)
+        yield
+        self._sums, model.mtp_losses = model.mtp_losses, None
+
+    def after_step(self, step: Step) -> None:
+        if self._sums is None or step.result.skipped:
+            return
+        dist.all_reduce(self._sums, group=self.trainer.mesh.batch.group)
+        losses = {f"{k}": round(loss / max(count, 1), 6) for k, (loss, count) in enumerate(self._sums.tolist(), 1)}
+        curves = {f"mtp/loss/{depth}": loss for depth, loss in losses.items()}
+        self.trainer.log.metrics.record(step.done, "mtp", {"depths": losses}, curves)

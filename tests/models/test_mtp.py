@@ -1,0 +1,189 @@
+"""Multi-token prediction against its definition, on any mesh, and with recomputation."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.optimizer import build_optimizer
+from models.execution import Execution
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from models.pattern import forward_flops_per_token, linear_shapes, parameter_count
+from tests.composing import composed
+from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches
+from tests.models.builders import build, local, relative_error, small_config, tokens_and_targets
+from tests.training.harness import launch, train_step, whole
+
+TWO = small_config(pattern="M-/*-/*-", mtp_loss_scaling_factor=0.3)
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 9, [0] * 20], dtype=torch.int32)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+
+def losses_by_definition(
+    model: HybridModel, tokens: Tensor, targets: Tensor, documents: Tensor, weights: dict[str, Tensor]
+) -> list[list[Tensor]]:
+    """The loss of every target that counts, by depth: token by token, but for the blocks, which are the model's."""
+    from models.positions import Documents
+
+    config, spans = model.config, Documents(documents, None)
+    h = model.final_norm(_blocks(model.blocks, F.embedding(tokens, weights["embedding.weight"]), spans))
+    found = [h]
+    for depth in range(1, len(config.mtp_patterns) + 1):
+        part = model.mtp[(depth - 1) % len(model.mtp)]
+        following = torch.zeros_like(tokens)
+        following[:, : tokens.shape[1] - depth] = tokens[:, depth:]
+        e = F.embedding(following, weights["embedding.weight"])
+        pair = torch.cat((norm(e, local(part.enorm.weight)), norm(h, local(part.hnorm.weight))), -1)
+        h = part.final_norm(_blocks(part.blocks, pair @ local(part.eh_proj.weight).t(), spans))
+        found.append(h)
+    losses: list[list[Tensor]] = []
+    for depth, h in enumerate(found):
+        logits = h @ weights["head.weight"].t()
+        losses.append([])
+        for row in range(len(tokens)):
+            for t in range(tokens.shape[1] - depth):
+                same = bool((documents[row, t : t + depth + 1] == documents[row, t]).all())
+                if same and (targets[row, t : t + depth + 1] >= 0).all():
+                    losses[-1].append(F.cross_entropy(logits[row, t], targets[row, t + depth]))
+    return losses
+
+
+def _blocks(blocks: Any, h: Tensor, documents: Any) -> Tensor:
+    batch, length, _ = h.shape
+    h = h.flatten(0, 1)
+    for block in blocks:
+        h = block(h, length, documents)
+    return h.unflatten(0, (batch, length))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_losses_and_gradients_are_those_of_the_definition(mesh: ParallelMesh, repeated: bool) -> None:
+    """Also at the ends of sequences and documents, and after a target that does not count."""
+    config = replace(TWO, mtp_use_repeated_layer=repeated)
+    model, (tokens, targets) = build(config, mesh), tokens_and_targets(config)
+    assert len(model.mtp) == (1 if repeated else 2)
+    targets = targets.clone()
+    targets[1, 5] = -1
+    model.mtp_losses = torch.zeros(2, 2, dtype=torch.float64)
+    num_targets = int((targets >= 0).sum())
+    loss = model(tokens, targets, DOCUMENTS, num_documents=4, num_targets=num_targets)
+    loss.backward()
+    sums = model.mtp_losses
+    found = {name: local(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    weights = {n: local(p) for n, p in model.named_parameters()}
+    main, *further = losses_by_definition(model, tokens, targets, DOCUMENTS, weights)
+    assert loss.item() == pytest.approx(torch.stack(main).mean().item(), rel=1e-5)  # further ones are in gradients only
+    # Depth 1: of row 0 the last of each of 3 documents; of row 1 the last token and 2 around the target without weight.
+    assert [len(losses) for losses in further] == [34, 29] and len(main) == num_targets == 39
+    for (total, count), losses in zip(sums.tolist(), further, strict=True):
+        assert count == len(losses) and total == pytest.approx(torch.stack(losses).sum().item(), rel=1e-5)
+    whole_loss = sum((0.15 * torch.stack(losses).sum() for losses in further), torch.stack(main).sum()) / num_targets
+    names = list(weights)
+    expected = torch.autograd.grad(whole_loss, [dict(model.named_parameters())[name] for name in names])
+    for name, gradient in zip(names, expected, strict=True):
+        assert relative_error(found[name], local(gradient)) < 2e-5, name
+    with torch.no_grad():  # an evaluation computes the main loss alone
+        part = model.mtp[0]
+        part.forward = None  # type: ignore[assignment]
+        alone = model(tokens, targets, DOCUMENTS, num_documents=4, num_targets=num_targets)
+        assert alone.item() == loss.item()
+
+
+def test_gradients_of_head_and_embedding_are_summed_in_fp32(mesh: ParallelMesh) -> None:
+    """Over depths and micro-batches. A sum in BF16, with which Nemotron 3 Ultra diverged, is another gradient."""
+    config = replace(TWO, mtp_loss_scaling_factor=1.0)
+    model = build(config, mesh, torch.bfloat16)
+    tokens, targets = tokens_and_targets(config, batch=8)
+    parts: dict[str, list[Tensor]] = {"head.weight": [], "embedding.weight": []}
+    forward = model.head.forward
+    for row in range(8):  # each loss of each micro-batch alone: its gradient is FP32
+        for wanted in range(3):
+            calls = iter(range(3))
+            model.head.forward = lambda h, loss: forward(h, loss=loss) * (next(calls) == wanted)  # noqa: B023
+            model(tokens[row : row + 1], targets[row : row + 1]).backward()
+            for name, found in parts.items():
+                found.append(local(model.get_parameter(name).grad).double())
+            model.zero_grad()
+    model.head.forward = forward
+    for row in range(8):
+        model(tokens[row : row + 1], targets[row : row + 1]).backward()
+    for name, found in parts.items():
+        expected, in_bf16 = torch.stack(found).sum(0), torch.zeros(found[0].shape, dtype=torch.bfloat16)
+        for part in found:
+            in_bf16 += part.to(torch.bfloat16)
+        assert relative_error(local(model.get_parameter(name).grad), expected) < 1e-6
+        assert relative_error(in_bf16, expected) > 2e-3
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputation_changes_no_gradient(mesh: ParallelMesh, recompute: str) -> None:
+    config = replace(TWO, mtp_use_repeated_layer=True)
+    tokens, targets = tokens_and_targets(config)
+    found = []
+    for execution in (Execution(), Execution(recompute=recompute)):
+        model = build_model(config, mesh, torch.bfloat16, execution)
+        initialize(model, config, seed=0)
+        model(tokens, targets).backward()
+        found.append({name: local(p.grad) for name, p in model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+CONFIG = replace(MODEL, pattern="M-/*-/*-", mtp_loss_scaling_factor=1.0)
+
+
+def trained(rank: int, layout: Layout, precision: str, config: ModelConfig) -> tuple[list[float], dict[str, Tensor]]:
+    mesh, step_state = layout.mesh(), StepState(seed=11)
+    model, _ = controlled_model(mesh, RECIPES[precision], step_state, config, reshard=layout.reshard)
+    optimizer, losses = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)), []
+    for index in range(2):
+        batches = masked_micro_batches(index, mesh, 4)
+        losses.append(train_step(model, optimizer, batches, mesh, step_state, step=index).loss)
+    return losses, {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "repeated", "names"),
+    [("fp32", True, ("tp2", "tp2_without_sequence_parallel", "dp2", "tp2_dp2_each")), ("nvfp4", False, ("dp2", "tp2"))],
+)
+def test_meshes_train_like_one_rank(precision: str, repeated: bool, names: tuple[str, ...]) -> None:
+    config = replace(CONFIG, mtp_use_repeated_layer=repeated)
+    [(losses, weights)] = launch(trained, 1, ONE, precision, config)
+    for layout in [*(LAYOUTS[name] for name in names), Layout(2)]:
+        for other_losses, other_weights in launch(trained, layout.world, layout, precision, config):
+            assert other_losses == pytest.approx(losses, rel=1e-5)
+            wrong = {name: relative_error(other_weights[name], weights[name]) for name in weights}
+            assert max(wrong.values()) < 1e-4, wrong
+
+
+def test_nemotron_3_super_and_ultra_have_the_published_extra() -> None:
+    """Parameters of `/*E/*E` with one set of weights; each depth computes them, and the head."""
+    nano = replace(composed("model=nemotron_3_nano").model, moe_num_experts=512, moe_top_k=22, vocab_size=131072)
+    for extra, hidden, heads, inner, shared, latent in (
+        (2.942e9, 4096, 32, 2688, 5376, 1024),
+        (11.216e9, 8192, 64, 5120, 10240, 2048),
+    ):
+        config = replace(
+            nano, pattern="ME*E", hidden_dim=hidden, num_query_heads=heads, moe_ffn_dim=inner,
+            moe_shared_ffn_dim=shared, moe_latent_dim=latent,
+        )  # fmt: skip
+        with_mtp = replace(config, pattern="ME*E/*E/*E", mtp_use_repeated_layer=True)
+        more = parameter_count(with_mtp).total - parameter_count(config).total
+        assert more == pytest.approx(extra, abs=0.001e9 * hidden / 4096)
+        linears = [shape for shape in linear_shapes(with_mtp) if shape.name.startswith("mtp.")]
+        assert all(shape.uses == 2 for shape in linears) and linears[0].parameters == 2 * hidden**2
+        flops = [forward_flops_per_token(one, 8192) for one in (with_mtp, config)]
+        router = 2 * 512 * hidden
+        mixing = 2 * 8192 * heads * 128  # the causal half of two products
+        by_hand = 2 * (sum(shape.flops_per_token // 2 for shape in linears) + router + mixing + 2 * hidden * 131072)
+        assert flops[0] - flops[1] == by_hand
