@@ -1,7 +1,8 @@
 """Our models as architectures of transformers: name, shape and row order of every tensor, and config.json in both
 directions.
 
-nemotron_h   hybrids of Mamba-2, attention without positions, squared-ReLU FFNs, and experts
+nemotron_h   hybrids of Mamba-2, attention without positions, squared-ReLU FFNs, and experts; its multi-token
+             prediction has the tensors `mtp.*`, which vLLM computes and transformers ignores
 arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; one of its layers is two of our blocks
 llama        the same with gated FFNs (SwiGLU)
 
@@ -15,14 +16,14 @@ whose logarithm they take.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
 from models.mlp import MLP, GatedMLP
-from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
+from models.pattern import MIXERS, blocks_of, mixers_of, mtp_sets, pattern_of
 from models.published import HuggingFaceBlock, Section
 
 NEMOTRON_H, ARCEE, LLAMA = "nemotron_h", "arcee", "llama"
@@ -40,6 +41,11 @@ def architecture_of(config: ModelConfig) -> str:
     if unpublished := [mixer.name for mixer in mixers_of(config.pattern) if mixer.hugging_face is None]:
         raise ValueError(f"{no_architecture}model.pattern={config.pattern} has {unpublished[0]} blocks")
     alternating = [name for name, layer in _LAYERS.items() if blocks == [*layer] * (config.num_blocks // 2)]
+    if config.rope and config.mtp_patterns:
+        raise ValueError(
+            f"{no_architecture}model.rope=true and multi-token prediction in model.pattern={config.pattern}; only "
+            f"{NEMOTRON_H} has the latter"
+        )
     if not (config.rope and Attention in blocks):
         if gated := [mixer.name for mixer in blocks if mixer.hugging_face and not mixer.hugging_face.types]:
             without = "without positions" if alternating else f"in model.pattern={config.pattern}"
@@ -76,8 +82,25 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
         for name, parts in mixer.hugging_face.sections(config).items():
             sections[f"blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.{module}") for part in parts]
     sections["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
+    for number, pattern in enumerate(mtp_sets(config)):
+        sections |= _of_mtp(config, f"mtp.{number}", pattern, first=number * len(pattern))
     # lm_head is always written: nemotron_h never ties weights, even if its configuration says so.
     return sections | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
+
+
+def _of_mtp(config: ModelConfig, ours: str, pattern: str, first: int) -> dict[str, list[Section]]:
+    """The tensors of a set of weights of multi-token prediction. Its blocks are the layers from `first` on; what is
+    around them is in the first and the last one."""
+    hidden, last = config.hidden_dim, first + len(pattern) - 1
+    shapes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    sections = {f"{ours}.{n}.weight": [Section(f"mtp.layers.{first}.{n}.weight", at)] for n, at in shapes.items()}
+    for block, letter in enumerate(pattern):
+        layer, form = f"mtp.layers.{first + block}", MIXERS[letter].hugging_face
+        assert form is not None
+        sections[f"{ours}.blocks.{block}.norm.weight"] = [Section(f"{layer}.norm.weight", (hidden,))]
+        for name, parts in form.sections(config).items():
+            sections[f"{ours}.blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.mixer") for part in parts]
+    return sections | {f"{ours}.final_norm.weight": [Section(f"mtp.layers.{last}.final_layernorm.weight", (hidden,))]}
 
 
 def _of_pattern(pattern: str) -> list[HuggingFaceBlock]:
@@ -131,7 +154,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         name: {"hidden_act": activation, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
         for name, activation in ((ARCEE, "relu2"), (LLAMA, "silu"))
     },
-    NEMOTRON_H: {"tie_word_embeddings": False, "residual_in_fp32": False, "num_nextn_predict_layers": 0},
+    NEMOTRON_H: {"tie_word_embeddings": False, "residual_in_fp32": False},
 }
 # A key of nemotron_h -> its name in the configurations of other programs.
 _ELSEWHERE = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}
@@ -157,7 +180,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     inner, hidden = config.mamba_inner_dim, config.hidden_dim
     return described | {
         "architectures": ["NemotronHForCausalLM"],
-        "hybrid_override_pattern": config.pattern,
+        "hybrid_override_pattern": config.main_pattern,
+        "num_nextn_predict_layers": len(mtp_sets(config)),  # of sets of weights, as in published models
+        **(_mtp_keys(config.mtp_patterns[0]) if config.mtp_patterns else {}),
         "num_hidden_layers": config.num_blocks,
         **({"expand": inner // hidden} if inner % hidden == 0 else {}),
         "time_step_min": SMALLEST_STEP,
@@ -175,13 +200,19 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _mtp_keys(pattern: str) -> dict[str, Any]:
+    """Both keys of the blocks of a depth of multi-token prediction: vLLM and Megatron-Bridge read the first."""
+    types = [form.types[0] for letter in pattern if (form := MIXERS[letter].hugging_face) is not None]
+    return {"mtp_hybrid_override_pattern": pattern, "mtp_layers_block_type": types}
+
+
 def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
     """Our `model` settings from a config.json. Raises ValueError, with key and value, for anything that our models do
     not have."""
     name = content.get("model_type")
     if name not in _SETTINGS:
         raise ValueError(f"model_type={name} cannot be imported; {', '.join(_SETTINGS)} can")
-    letters = _pattern(content) if name == NEMOTRON_H else ""
+    letters = _pattern(content) + _mtp_pattern(content) if name == NEMOTRON_H else ""
     settings = _settings(name, letters)
     config = {theirs: default for theirs, default in settings.values() if default is not None}
     if name == NEMOTRON_H:
@@ -211,13 +242,29 @@ def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
     return special | {ours: config[theirs] for ours, (theirs, _) in settings.items() if config.get(theirs) is not None}
 
 
+def _mtp_pattern(config: Mapping[str, Any]) -> str:
+    """What follows the pattern of a nemotron_h: a depth of multi-token prediction for each of its sets of weights. How
+    many depths used a set is not published."""
+    if not (depths := config.get("num_nextn_predict_layers") or 0):
+        return ""
+    if (types := config.get("mtp_layers_block_type")) is not None:
+        return f"/{_letters('mtp_layers_block_type', types)}" * depths
+    if not isinstance(pattern := config.get("mtp_hybrid_override_pattern"), str):
+        raise ValueError(f"num_nextn_predict_layers={depths}, and there is no mtp_hybrid_override_pattern")
+    return f"/{pattern}" * depths
+
+
+def _letters(key: str, types: Iterable[str]) -> str:
+    letters = {kind: letter for letter, block in _published() for kind in block.types}
+    if unknown := [kind for kind in types if kind not in letters]:
+        raise ValueError(f"{key} has {unknown[0]!r}; {', '.join(letters)} can be imported")
+    return "".join(letters[kind] for kind in types)
+
+
 def _pattern(config: Mapping[str, Any]) -> str:
     """The pattern of a nemotron_h. Its letters are checked later, with the model."""
     if (types := config.get("layers_block_type") or config.get("layer_types")) is not None:
-        letters = {kind: letter for letter, block in _published() for kind in block.types}
-        if unknown := [kind for kind in types if kind not in letters]:
-            raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(letters)} can be imported")
-        return "".join(letters[kind] for kind in types)
+        return _letters("layers_block_type", types)
     if not isinstance(pattern := config.get("hybrid_override_pattern"), str):
         raise ValueError("it has neither hybrid_override_pattern nor layers_block_type, so its blocks are unknown")
     return pattern

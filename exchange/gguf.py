@@ -108,6 +108,8 @@ def export_gguf(
                 yield stored, "NVFP4", _grouped(made)
                 yield stored.replace(".weight", ".scale"), "F32", tensor_decode_scale(made.amax, made.scale_max).view(1)
 
+    # llama.cpp does not compute multi-token prediction, and the model does without.
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
     for name, shape in shapes.items():
         described = tensors(name, torch.empty(shape, device="meta"), _empty_codes(shape) if name in rows else None)
         for stored, form, tensor in described:

@@ -66,6 +66,8 @@ def is_gpt(config: ModelConfig) -> bool:
 def _forms(config: ModelConfig) -> list[MegatronBlock]:
     """Megatron's form of every block. Raises ValueError for a block that it does not have."""
     blocks = blocks_of(config)
+    if config.mtp_patterns:
+        raise ValueError(f"model.pattern={config.pattern} has multi-token prediction, which only export-hf writes")
     if missing := [mixer.name for mixer in blocks if mixer.megatron is None]:
         raise ValueError(f"Megatron has no model like this: model.pattern={config.pattern} has {missing[0]} blocks")
     return [mixer.megatron for mixer in blocks if mixer.megatron is not None]

@@ -117,7 +117,7 @@ class _PairProjection(RowParallelLinear):
         return {"weight": lambda draws: draws.normal(self.std)}
 
     def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens (local with sequence parallelism), 2 hidden], all of them on every rank -> [tokens (local), hidden]."""
+        """[tokens (local with sequence parallelism), 2 hidden] -> [tokens (local), hidden]; ranks have all features."""
         x_td, size = enter_tensor_parallel(x_td, self.mesh), self.in_features // self.mesh.tensor.size
         return super().forward(x_td.narrow(1, self.mesh.tensor.rank * size, size).contiguous())
 
