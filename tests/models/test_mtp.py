@@ -102,27 +102,36 @@ def test_losses_and_gradients_are_those_of_the_definition(mesh: ParallelMesh, re
 
 def test_gradients_of_head_and_embedding_are_summed_in_fp32(mesh: ParallelMesh) -> None:
     """Over depths and micro-batches. A sum in BF16, with which Nemotron 3 Ultra diverged, is another gradient."""
-    config = replace(TWO, mtp_loss_scaling_factor=1.0)
-    model = build(config, mesh, torch.bfloat16)
-    tokens, targets = tokens_and_targets(config, batch=8)
-    parts: dict[str, list[Tensor]] = {"head.weight": [], "embedding.weight": []}
-    forward = model.head.forward
-    for row in range(8):  # each loss of each micro-batch alone: its gradient is FP32
-        for wanted in range(3):
-            calls = iter(range(3))
-            model.head.forward = lambda h, loss: forward(h, loss=loss) * (next(calls) == wanted)  # noqa: B023
-            model(tokens[row : row + 1], targets[row : row + 1]).backward()
-            for name, found in parts.items():
-                found.append(local(model.get_parameter(name).grad).double())
-            model.zero_grad()
-    model.head.forward = forward
+    model, (tokens, targets) = build(TWO, mesh, torch.bfloat16), tokens_and_targets(TWO, batch=8)
+    parts: dict[str, list[Tensor]] = {"head": [], "embedding": []}  # what each use adds, by FP64 products
+
+    def used_head(module: Any, inputs: Any, options: Any, loss: Tensor) -> None:
+        x_td, wanted = inputs[0].detach(), uses["targets"]
+        logits = x_td @ local(module.weight).detach().to(x_td.dtype).t()
+        dlogits = logits.float().softmax(-1) - F.one_hot(wanted.clamp(min=0), logits.shape[1])
+        dlogits[wanted < 0] = 0
+        product = dlogits.to(torch.bfloat16).double().t() @ x_td.double() / 20
+        loss.register_hook(lambda dloss: parts["head"].append(product * dloss.double()))
+        uses["targets"] = F.pad(wanted[1:], (0, 1), value=-1)
+
+    def used_embedding(module: Any, inputs: Any, x_td: Tensor) -> None:
+        rows = torch.zeros(TWO.vocab_size, TWO.hidden_dim, dtype=torch.float64)
+        index = inputs[0].flatten()
+        x_td.register_hook(lambda dx_td: parts["embedding"].append(rows.index_add(0, index, dx_td.double())))
+
+    uses: dict[str, Tensor] = {}
+    model.head.register_forward_hook(used_head, with_kwargs=True)
+    model.embedding.register_forward_hook(used_embedding)
     for row in range(8):
+        uses["targets"] = targets[row]
         model(tokens[row : row + 1], targets[row : row + 1]).backward()
     for name, found in parts.items():
-        expected, in_bf16 = torch.stack(found).sum(0), torch.zeros(found[0].shape, dtype=torch.bfloat16)
+        assert len(found) == 8 * 3
+        gradient, expected = local(model.get_parameter(f"{name}.weight").grad), torch.stack(found).sum(0)
+        in_bf16 = torch.zeros(expected.shape, dtype=torch.bfloat16)
         for part in found:
             in_bf16 += part.to(torch.bfloat16)
-        assert relative_error(local(model.get_parameter(name).grad), expected) < 1e-6
+        assert relative_error(gradient, expected) < 1e-6
         assert relative_error(in_bf16, expected) > 2e-3
 
 
