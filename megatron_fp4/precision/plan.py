@@ -337,7 +337,7 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
             (shape, name) for shape in named for name in _names(shape) if _first_exception(shape, [exception], name)
         ]
         firsts = {first[0] for shape, name in matched if (first := _first_exception(shape, exceptions, name))}
-        if matched and i not in firsts:
+        if matched and i not in firsts and not exception.optional:
             earlier = " and ".join(f"{key}.exceptions[{first}]" for first in sorted(firsts))
             raise ValueError(
                 f"{key}.exceptions[{i}].names={exception.names} has no effect: every linear that it matches belongs "
