@@ -72,7 +72,9 @@ class TrainedPlan:
     before_switch: bool = False
 
     def nvfp4_linears(self) -> dict[str, PlannedLinear]:
-        return {row.linear.name: row for row in self.plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4"}
+        """Those whose codes are exported. Multi-token prediction is not: no calibration runs it."""
+        linears = {row.linear.name: row for row in self.plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4"}
+        return {name: row for name, row in linears.items() if not name.startswith("mtp.")}
 
     def other_formats(self) -> dict[str, str]:
         """The linears with quantized weights in fprop in another format than NVFP4: name -> format."""

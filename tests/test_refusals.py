@@ -110,6 +110,9 @@ TOGETHER = [
     ("data.phases=[{name: a, steps: 1k, blend: {code: 1}}]", "1000 steps"),
     # --- model
     ("model.pattern=MXM", "model.pattern=MXM: 'X' at position 1 is no block; use"),
+    ("model.pattern=M-/*-/*", "model.pattern=M-/*-/*: every depth of multi-token prediction has the same blocks"),
+    ("model.pattern=/*-", "model.pattern=/*- has no blocks; give one letter per block"),
+    (["model.pattern=M-/*-", "model.mtp_use_repeated_layer=true"], "has no effect with 1 depths of multi-token"),
     ("model.num_kv_heads=3", "model.num_kv_heads=3; use one of 1, 2, 4, 8", "4"),
     (["model=moe_tiny", "model.moe_ffn_dim=100"], "model.moe_ffn_dim=100 is not a multiple of 16; use 112", "112"),
     (["model=moe_tiny", "model.moe_top_k=1"], "model.moe_top_k=1: a token's only weight is always", "2"),

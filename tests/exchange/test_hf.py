@@ -147,6 +147,26 @@ def changed(good: Path, folder: Path, changes: dict) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+def test_transformers_ignores_multi_token_prediction_and_an_import_reads_it(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """Its tensors have the names of published models, of which each layer is one block."""
+    config = replace(CASES["experts"], pattern="ME*E/*E/*E")
+    model = strong_model(config, mesh)
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", config, tensors_of(model))
+    export_hf(checkpoint, tmp_path / "out", dtype=FP32)
+    names = {name for name in Folder(tmp_path / "out").names if name.startswith("mtp.") and ".mixer." not in name}
+    around = {"0.enorm", "0.hnorm", "0.eh_proj", "0.norm", "1.norm", "1.final_layernorm"}
+    around |= {"2.enorm", "2.hnorm", "2.eh_proj", "2.norm", "3.norm", "3.final_layernorm"}
+    assert names == {f"mtp.layers.{name}.weight" for name in around}
+    tokens, _ = tokens_and_targets(config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=FP32)
+    with torch.no_grad():
+        assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+    settings = import_hf(tmp_path / "out", tmp_path / "back", CONFIGS)
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    assert settings["pattern"] == config.pattern and {*back.tensors} == {*tensors_of(model)}
+    assert all(torch.equal(back.tensor(name), values) for name, values in tensors_of(model).items())
+
+
 def test_keys_of_published_configurations_are_written_and_read(good: Path, tmp_path: Path) -> None:
     """Inference engines find the keys that they read; an import accepts these instead of transformers' own. Token ids
     of a folder without a tokenizer are kept."""
