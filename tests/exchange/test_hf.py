@@ -1,6 +1,7 @@
 """Exported folders in transformers: the same logits and greedy texts, and none of the known traps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
