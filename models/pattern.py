@@ -119,7 +119,7 @@ def linear_shapes(config: ModelConfig) -> list[LinearShape]:
     """Every linear of the blocks, in order of execution. These are the linears of a precision plan."""
     shapes, hidden = _linears_of_blocks(config, config.main_pattern), config.hidden_dim
     title = "the input projection of multi-token prediction"
-    project = LinearShape("eh_proj", 0, 2 * hidden, hidden, "/", "model.hidden_dim", input_sharded=True, title=title)
+    project = LinearShape("eh_proj", 0, 2 * hidden, hidden, "/", "2 x model.hidden_dim", True, title)
     for number, pattern in enumerate(sets := mtp_sets(config)):
         first = config.num_blocks + number * len(pattern)
         for shape in (replace(project, block=first), *_linears_of_blocks(config, pattern, first)):

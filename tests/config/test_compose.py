@@ -85,7 +85,7 @@ def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
     """The same holds in the target of a switch and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
     config = make("precision=nvfp4_nemotron_3", model)
-    attention, mamba, _ = config.precision.exceptions
+    _, attention, mamba, _ = config.precision.exceptions
     assert (attention.names, attention.blocks, mamba.names, mamba.blocks) == (["*"], "*", ["*.out_proj"], "M")
     for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
         whole = composed(f"precision={name}").precision

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.measure.gradient_noise import GradientNoise
 from megatron_fp4.parallel.data_parallel import gathered_parameters
@@ -284,6 +284,7 @@ EACH = Config(parallel=ParallelConfig(reduce_gradients="each"))
         (EACH, 2, "cuda", "emulated", "parallel.reduce_gradients=each"),
         (Config(data=DataConfig(documents="masked")), 1, "cuda", "emulated", "data.documents=masked"),
         (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
+        (Config(model=ModelConfig(pattern="M-/*-")), 1, "cuda", "emulated", "has multi-token prediction"),
     ],
 )
 def test_runs_that_cannot_use_graphs(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
