@@ -145,8 +145,8 @@ def test_auxiliary_losses_are_those_of_their_formulas(mesh: ParallelMesh) -> Non
 
 
 def test_gradients_do_not_depend_on_micro_batches(mesh: ParallelMesh) -> None:
-    """Those of auxiliary losses too, though not all targets count, and none of a sequence."""
-    config = replace(SMALL, pattern="ME", moe_aux_loss=0.5, moe_z_loss=0.25)
+    """Those of all other losses too, though not all targets count, and none of a sequence."""
+    config = replace(SMALL, pattern="ME/*E/*E", moe_aux_loss=0.5, moe_z_loss=0.25, mtp_use_repeated_layer=True)
     model, (tokens, targets) = build(config, mesh), tokens_and_targets(config, batch=4)
     targets = targets.clone().index_fill_(0, torch.tensor(2), -1)
     targets[0, 3:] = -1
@@ -164,7 +164,7 @@ def test_gradients_do_not_depend_on_micro_batches(mesh: ParallelMesh) -> None:
 @pytest.mark.parametrize("weight", ["after_down", "before_down"])
 def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, weight: str) -> None:
     """The bias changes between forward and backward: the recomputation would choose other experts."""
-    config = replace(SMALL, pattern="ME", moe_aux_loss=0.1, moe_weight=weight)
+    config = replace(SMALL, pattern="ME/E", moe_aux_loss=0.1, moe_weight=weight)
     tokens, targets = tokens_and_targets(config)
     found = {}
     for recompute in ("none", "block", "selective"):
