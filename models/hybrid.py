@@ -123,7 +123,11 @@ class _PairProjection(RowParallelLinear):
 
 
 class MTP(nn.Module):
-    """One set of weights of multi-token prediction. Its parts have Megatron's names."""
+    """One set of weights of multi-token prediction. Its parts have Megatron's names.
+
+    If it serves several depths, these share the draws of stochastic rounding of a micro-batch, and their gradients add
+    up in FP32.
+    """
 
     def __init__(self, pattern: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()

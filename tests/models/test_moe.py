@@ -107,6 +107,12 @@ def test_the_group_rules_of_megatron_and_transformers_choose_other_experts(mesh:
     assert 0.2 < (found[0] != found[1]).any(1).float().mean() < 0.5
 
 
+def test_experts_begin_like_the_projections_of_other_blocks(mesh: ParallelMesh) -> None:
+    mixer = build(replace(SMALL, pattern="E" * 4), mesh).blocks[0].mixer
+    stds = [local(linear.weight.detach()).std().item() for linear in (mixer.experts_up, mixer.experts_down)]
+    assert stds == pytest.approx([0.3, 0.3 / 4**0.5], rel=0.05)
+
+
 def test_of_equal_scores_the_first_expert_is_chosen_and_the_bias_only_chooses(mesh: ParallelMesh) -> None:
     mixer = build(SMALL, mesh).blocks[0].mixer
     local(mixer.router.weight.data).zero_()

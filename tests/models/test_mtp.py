@@ -1,4 +1,4 @@
-"""Multi-token prediction against its definition, on any mesh, and with recomputation."""
+"""Multi-token prediction against its definition, and on any mesh. Experts in it: test_moe.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,9 @@ from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
-from models.execution import Execution
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
+from models.hybrid import HybridModel
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count
+from models.positions import Documents
 from tests.composing import composed
 from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches
 from tests.models.builders import build, local, relative_error, small_config, tokens_and_targets
@@ -33,8 +32,6 @@ def losses_by_definition(
     model: HybridModel, tokens: Tensor, targets: Tensor, documents: Tensor, weights: dict[str, Tensor]
 ) -> list[list[Tensor]]:
     """The loss of every target that counts, by depth: token by token, but for the blocks, which are the model's."""
-    from models.positions import Documents
-
     config, spans = model.config, Documents(documents, None)
     h = model.final_norm(_blocks(model.blocks, F.embedding(tokens, weights["embedding.weight"]), spans))
     found = [h]
@@ -94,8 +91,7 @@ def test_losses_and_gradients_are_those_of_the_definition(mesh: ParallelMesh, re
     for name, gradient in zip(names, expected, strict=True):
         assert relative_error(found[name], local(gradient)) < 2e-5, name
     with torch.no_grad():  # an evaluation computes the main loss alone
-        part = model.mtp[0]
-        part.forward = None  # type: ignore[assignment]
+        model.mtp[0].forward = None  # type: ignore[assignment]
         alone = model(tokens, targets, DOCUMENTS, num_documents=4, num_targets=num_targets)
         assert alone.item() == loss.item()
 
@@ -135,19 +131,6 @@ def test_gradients_of_head_and_embedding_are_summed_in_fp32(mesh: ParallelMesh) 
         assert relative_error(in_bf16, expected) > 2e-3
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
-def test_recomputation_changes_no_gradient(mesh: ParallelMesh, recompute: str) -> None:
-    config = replace(TWO, mtp_use_repeated_layer=True)
-    tokens, targets = tokens_and_targets(config)
-    found = []
-    for execution in (Execution(), Execution(recompute=recompute)):
-        model = build_model(config, mesh, torch.bfloat16, execution)
-        initialize(model, config, seed=0)
-        model(tokens, targets).backward()
-        found.append({name: local(p.grad) for name, p in model.named_parameters()})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
 CONFIG = replace(MODEL, pattern="M-/*-/*-", mtp_use_repeated_layer=True, mtp_loss_scaling_factor=1.0)
 
 
@@ -178,21 +161,15 @@ def test_meshes_train_like_one_rank(precision: str, names: tuple[str, ...]) -> N
 def test_nemotron_3_super_and_ultra_have_the_published_extra() -> None:
     """Parameters of `/*E/*E` with one set of weights; each depth computes them, and the head."""
     nano = replace(composed("model=nemotron_3_nano").model, moe_num_experts=512, moe_top_k=22, vocab_size=131072)
-    for extra, hidden, heads, inner, shared, latent in (
-        (2.942e9, 4096, 32, 2688, 5376, 1024),
-        (11.216e9, 8192, 64, 5120, 10240, 2048),
-    ):
-        config = replace(
-            nano, pattern="ME*E", hidden_dim=hidden, num_query_heads=heads, moe_ffn_dim=inner,
-            moe_shared_ffn_dim=shared, moe_latent_dim=latent,
-        )  # fmt: skip
+    for extra, hidden, heads, inner in ((2.942e9, 4096, 32, 2688), (11.216e9, 8192, 64, 5120)):
+        sizes = {"moe_ffn_dim": inner, "moe_shared_ffn_dim": 2 * inner, "moe_latent_dim": hidden // 4}
+        config = replace(nano, pattern="ME*E", hidden_dim=hidden, num_query_heads=heads, **sizes)
         with_mtp = replace(config, pattern="ME*E/*E/*E", mtp_use_repeated_layer=True)
         more = parameter_count(with_mtp).total - parameter_count(config).total
-        assert more == pytest.approx(extra, abs=0.001e9 * hidden / 4096)
+        assert more == pytest.approx(extra, abs=0.5e6)
         linears = [shape for shape in linear_shapes(with_mtp) if shape.name.startswith("mtp.")]
         assert all(shape.uses == 2 for shape in linears) and linears[0].parameters == 2 * hidden**2
         flops = [forward_flops_per_token(one, 8192) for one in (with_mtp, config)]
-        router = 2 * 512 * hidden
-        mixing = 2 * 8192 * heads * 128  # the causal half of two products
-        by_hand = 2 * (sum(shape.flops_per_token // 2 for shape in linears) + router + mixing + 2 * hidden * 131072)
+        mixing = 2 * 512 * hidden + 2 * 8192 * heads * 128  # the router; the causal half of two products
+        by_hand = 2 * (sum(shape.flops_per_token // 2 for shape in linears) + mixing + 2 * hidden * 131072)
         assert flops[0] - flops[1] == by_hand
