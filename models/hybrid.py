@@ -266,7 +266,7 @@ class HybridModel(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
         """The weighted loss of each depth of multi-token prediction, and the auxiliary losses of their blocks."""
         # The main loss's number, of which the host knows, and with which a target has the same weight in any
-        # micro-batch. Megatron divides by the depth's own number, which is smaller by `depth` in a sequence.
+        # micro-batch. Megatron divides by the depth's own number, which is smaller by k in a sequence at depth k.
         number = targets.numel() if num_targets is None else num_targets
         depths = len(self.config.mtp_patterns)
         losses, auxiliary_losses = list[Tensor](), list[Tensor]()
