@@ -228,8 +228,9 @@ def test_two_data_parallel_ranks_train_like_one(precision: str, layout: Layout) 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
-    """And its losses; in NVFP4, with recomputation. The records have the load."""
-    sizes = ["model.moe_num_experts=4", "model.moe_ffn_dim=48", "model.moe_shared_ffn_dim=32", "model.pattern=ME"]
+    """And its losses, those of multi-token prediction too; in NVFP4, with recomputation. The records have the load."""
+    sizes = ["model.moe_num_experts=4", "model.moe_ffn_dim=48", "model.moe_shared_ffn_dim=32"]
+    sizes += ["model.pattern=ME/*E/*E", "model.mtp_use_repeated_layer=true"]
     settings = [*SMALL_RUN, *FAST, *small_corpus(tmp_path), *sizes, "train.activation_checkpointing=block"]
     settings += ["train.steps=4", "checkpoint.interval=2", "logging.interval=2", "model.nvfp4_bf16_blocks.last=0"]
     settings += ["precision=nvfp4", "precision.switch.when=never", "precision.diagnostics.interval=2"]
@@ -237,6 +238,8 @@ def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
     run(1, [*settings, f"run.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"])
     ends = [records(tmp_path / name, "step")[-1] for name in "ab"]
     assert (ends[0]["loss"], ends[0]["grad_norm"]) == (ends[1]["loss"], ends[1]["grad_norm"])
+    further = [records(tmp_path / name, "mtp")[-1] for name in "ab"]
+    assert further[0] == further[1] and all(6 < further[0]["depths"][depth] < 6.5 for depth in "12")
     biases = [open_checkpoint(tmp_path / name, CONFIGS).tensor("blocks.1.mixer.router.bias") for name in "ab"]
     assert torch.equal(*biases) and biases[0].abs().max() > 2e-3 and biases[0].mean().abs() < 1e-8
     loads = [record["blocks"]["blocks.1"]["max_load"] for record in records(tmp_path / "a", "experts")]

@@ -28,6 +28,7 @@ class FurtherLosses(Callback):
         if self._sums is None or step.result.skipped:
             return
         dist.all_reduce(self._sums, group=self.trainer.mesh.batch.group)
-        losses = {f"{k}": round(loss / max(count, 1), 6) for k, (loss, count) in enumerate(self._sums.tolist(), 1)}
+        sums = enumerate(self._sums.tolist(), start=1)
+        losses = {f"{depth}": round(loss / count, 6) for depth, (loss, count) in sums if count}
         curves = {f"mtp/loss/{depth}": loss for depth, loss in losses.items()}
         self.trainer.log.metrics.record(step.done, "mtp", {"depths": losses}, curves)
