@@ -23,7 +23,7 @@ from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
 from models.mlp import MLP, GatedMLP
-from models.pattern import MIXERS, blocks_of, mixers_of, mtp_sets, pattern_of
+from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
 from models.published import HuggingFaceBlock, Section
 
 NEMOTRON_H, ARCEE, LLAMA = "nemotron_h", "arcee", "llama"
@@ -82,7 +82,7 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
         for name, parts in mixer.hugging_face.sections(config).items():
             sections[f"blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.{module}") for part in parts]
     sections["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
-    for number, pattern in enumerate(mtp_sets(config)):
+    for number, pattern in enumerate(config.mtp_sets):
         sections |= _of_mtp(config, f"mtp.{number}", pattern, first=number * len(pattern))
     # lm_head is always written: nemotron_h never ties weights, even if its configuration says so.
     return sections | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
@@ -181,7 +181,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return described | {
         "architectures": ["NemotronHForCausalLM"],
         "hybrid_override_pattern": config.main_pattern,
-        "num_nextn_predict_layers": len(mtp_sets(config)),  # of sets of weights, as in published models
+        "num_nextn_predict_layers": len(config.mtp_sets),  # of sets of weights, as in published models
         **(_mtp_keys(config.mtp_patterns[0]) if config.mtp_patterns else {}),
         "num_hidden_layers": config.num_blocks,
         **({"expand": inner // hidden} if inner % hidden == 0 else {}),

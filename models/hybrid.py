@@ -50,7 +50,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution, contexts_of_decisions, recompute_saved
 from models.initialization import Rule
 from models.mixer import Mixer, RMSNorm
-from models.pattern import MIXERS, check_model, mtp_sets
+from models.pattern import MIXERS, check_model
 from models.positions import Documents, NewTokens
 
 
@@ -199,7 +199,7 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.main_pattern)
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
-        self.mtp = nn.ModuleList(MTP(pattern, config, mesh, execution) for pattern in mtp_sets(config))
+        self.mtp = nn.ModuleList(MTP(pattern, config, mesh, execution) for pattern in config.mtp_sets)
         if execution.recompute == "selective":
             for _, linear in self.linears():
                 # Saving the input takes no memory: it is recomputed, or attention saves it as its result anyway.

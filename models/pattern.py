@@ -74,11 +74,6 @@ def check_model(config: ModelConfig) -> None:
         mixer.check(config)
 
 
-def mtp_sets(config: ModelConfig) -> list[str]:
-    """The blocks of each set of weights of multi-token prediction."""
-    return config.mtp_patterns[:1] if config.mtp_use_repeated_layer else config.mtp_patterns
-
-
 def check(config: Config) -> None:
     """`check_model`, and raise ConfigError for a model that is too large for any run."""
     model = config.model
@@ -120,7 +115,7 @@ def linear_shapes(config: ModelConfig) -> list[LinearShape]:
     shapes, hidden = _linears_of_blocks(config, config.main_pattern), config.hidden_dim
     title = "the input projection of multi-token prediction"
     project = LinearShape("eh_proj", 0, 2 * hidden, hidden, "/", "2 x model.hidden_dim", True, title)
-    for number, pattern in enumerate(sets := mtp_sets(config)):
+    for number, pattern in enumerate(sets := config.mtp_sets):
         first = config.num_blocks + number * len(pattern)
         for shape in (replace(project, block=first), *_linears_of_blocks(config, pattern, first)):
             name, uses = f"mtp.{number}.{shape.name}", len(config.mtp_patterns) // len(sets)
@@ -247,8 +242,8 @@ class ParameterCount(NamedTuple):
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
     """The number of parameters of the model; all are trained."""
-    letters = config.main_pattern + "".join(mtp_sets(config))
-    norms = (len(letters) + 1 + 3 * len(mtp_sets(config))) * config.hidden_dim
+    letters = config.main_pattern + "".join(config.mtp_sets)
+    norms = (len(letters) + 1 + 3 * len(config.mtp_sets)) * config.hidden_dim
     return ParameterCount(
         embedding=config.vocab_size * config.hidden_dim,
         linears=sum(linear.parameters for linear in linear_shapes(config)),

@@ -21,7 +21,7 @@ from megatron_fp4.training.optimizer import WSDSchedule
 NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 """Keys under `model` that do not change the model: a label, and settings of precision."""
 # Keys under `model` that only training uses, like the learning rate.
-_OF_TRAINING = ("moe_bias_rate", "moe_aux_loss", "moe_z_loss")
+_OF_TRAINING = ("moe_bias_rate", "moe_aux_loss", "moe_z_loss", "mtp_loss_scaling_factor", "mtp_use_repeated_layer")
 _ABSENT = "(absent)"
 # Keys, or beginnings of keys, about one start and not about the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
@@ -41,6 +41,8 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
     model = dataclasses.asdict(config.model)
     for name in (*NOT_OF_THE_MODEL, *_OF_TRAINING):
         del model[name]
+    # For how many depths training uses a set of weights is no part of the model either.
+    model["pattern"] = "/".join((config.model.main_pattern, *config.model.mtp_sets))
     nested = {
         "model": model,
         "train": {key: getattr(config.train, key) for key in ("sequence_length", "global_batch_size")},

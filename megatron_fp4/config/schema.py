@@ -143,6 +143,11 @@ class ModelConfig:
         return self.pattern.split("/")[1:]
 
     @property
+    def mtp_sets(self) -> list[str]:
+        """The blocks of each set of weights of multi-token prediction."""
+        return self.mtp_patterns[:1] if self.mtp_use_repeated_layer else self.mtp_patterns
+
+    @property
     def num_blocks(self) -> int:
         return len(self.main_pattern)
 
