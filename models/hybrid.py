@@ -97,7 +97,7 @@ def _through(
     blocks: Iterable[nn.Module], h_td: Tensor, sequence_length: int, documents: Documents | None
 ) -> tuple[Tensor, list[Tensor]]:
     """The hidden state after `blocks`, and their auxiliary losses, each FP32 [sequences]."""
-    auxiliary_losses = []
+    auxiliary_losses = list[Tensor]()
     for block in blocks:
         h_td = block(h_td, sequence_length, documents)
         if isinstance(h_td, tuple):
