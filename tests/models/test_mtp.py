@@ -144,6 +144,7 @@ def trained(rank: int, layout: Layout, precision: str) -> tuple[list[float], dic
     return losses, {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "names"),
     [("fp32", ("tp2", "tp2_without_sequence_parallel", "dp2", "tp2_dp2_each")), ("nvfp4", ("dp2",))],
