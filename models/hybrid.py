@@ -15,11 +15,12 @@ tokens. The first projection of a mixer gathers them and the second scatters the
 Multi-token prediction (MTP) is what follows each `/` of the pattern. Depth k = 1, 2, ... has token t + k, too, and
 predicts the token after it (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron's multi_token_prediction.py):
 
-    h_k = norm(blocks(W [norm(embedding of token t + k); norm(h_(k-1))]))          h_0: after the final norm
+    h_k = norm(blocks(W [norm(embedding of token t + k); norm(h_(k-1))]))
     loss = loss_0 + mtp_loss_scaling_factor / depths * sum_k loss_k
 
-Embedding and head are the model's own. Every use of them returns an FP32 gradient, which autograd adds up over depths
-and micro-batches: a sum in BF16 made Nemotron 3 Ultra diverge. Only training computes MTP.
+h_0 is after the final norm, as in Megatron (hybrid_block.py: HybridStack.forward ends with it). Embedding and head are
+the model's own. Every use of them returns an FP32 gradient, which autograd adds up over depths and micro-batches: a sum
+in BF16 made Nemotron 3 Ultra diverge. Only training computes MTP.
 
 A sequence holds several documents. If mixers get the document of each token, they keep documents apart
 (models/positions.py). Everything between mixers works on single tokens.
