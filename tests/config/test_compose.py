@@ -105,7 +105,7 @@ def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
 def test_the_best_recipe_combines_the_codes_of_one_with_the_exceptions_of_another() -> None:
     names = ("nvfp4_best", "nvfp4_4over6_1x16", "nvfp4_nemotron_3")
     best, codes, plan = (composed(f"precision={name}", "model=hybrid_30m").precision for name in names)
-    assert best == replace(codes, name="nvfp4_best", exceptions=plan.exceptions) and len(best.exceptions) == 3
+    assert best == replace(codes, name="nvfp4_best", exceptions=plan.exceptions) and len(best.exceptions) == 4
 
 
 def test_a_saved_switch_that_is_off_may_name_a_config_that_is_gone() -> None:
