@@ -74,8 +74,7 @@ class Mixer(nn.Module, ABC):
     """[tokens, hidden] -> [tokens, hidden], by linears (parallel/layers.py) and functions between them.
 
     name: for messages. fused: kernels that can replace its functions in plain PyTorch. hugging_face, megatron: its form
-    in these formats; None: it has none, and an export is refused. shapes_vary: whether shapes depend on the data; CUDA
-    graphs are then refused.
+    in these formats; None: it has none, and an export is refused.
 
     A module with parameters of its own or buffers has `initial_values()`: a rule for each, by name. Buffers are FP32,
     the same on all ranks, and saved with the weights. A forward pass does not change them, because it may run twice.
@@ -85,7 +84,6 @@ class Mixer(nn.Module, ABC):
     fused: ClassVar[tuple[FusedKernel, ...]] = ()
     hugging_face: ClassVar[HuggingFaceBlock | None] = None
     megatron: ClassVar[MegatronBlock | None] = None
-    shapes_vary: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()

@@ -287,7 +287,6 @@ class MoE(Mixer):
     """Experts, their router, and the shared expert. Expert-parallel ranks divide the experts; each has the others."""
 
     name = "expert"
-    shapes_vary = True
     hugging_face = HuggingFaceBlock(
         types=("moe",),
         sections=_hugging_face,
@@ -329,7 +328,7 @@ class MoE(Mixer):
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
         routing = self.router(x_td, sequence_length)
         order = Order.of(routing.expert_tk, self.num_experts)
-        first_token = self.experts_up.context.step_state.micro_batch * len(x_td)
+        first_token = self.experts_up.context.step_state.captured_micro_batch * len(x_td)
         counts, number_n, exchange = order.counts_e, first_token + order.token_n, None
         if self._expert_ranks is not None:
             exchange = self._exchange(self._expert_ranks, counts, number_n)

@@ -206,14 +206,6 @@ def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str 
     }
 
 
-def why_no_graphs(config: ModelConfig) -> str | None:
-    """Why CUDA graphs cannot replay a micro-batch, or None if they can."""
-    if config.mtp_patterns:
-        return f"model.pattern={config.pattern} has multi-token prediction, which graphs do not replay yet"
-    names = [mixer.name for mixer in mixers_of(config.pattern) if mixer.shapes_vary]
-    return f"the shapes in {names[0]} blocks vary with the data" if names else None
-
-
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Model FLOPs per token of the forward pass in training, in sequences of `sequence_length` tokens."""
     linears = sum(linear.flops_per_token for linear in linear_shapes(config))

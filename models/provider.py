@@ -17,6 +17,5 @@ from models.pattern import (  # noqa: F401
     parameter_count,
     parts,
     training_flops_per_token,
-    why_no_graphs,
 )
 from models.planned import planned_execution  # noqa: F401

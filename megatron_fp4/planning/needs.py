@@ -48,7 +48,7 @@ from megatron_fp4.logging.console import (
 )
 from megatron_fp4.planning.dry_run import BATCH_AXES, DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a_token
-from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
+from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch
 from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
 from megatron_fp4.runtime.run_state import cannot_be_written, try_folder, written_folders
@@ -421,7 +421,7 @@ def step_time(
     # except the head.
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
-    replayed = graphs_refusal(config, models, ranks, "cuda", backend, recipes_in(plans)) is None
+    replayed = graphs_refusal(config, ranks, "cuda", backend, plans) is None
     of_eager = (1 + recomputed) * len(plans[0].rows) * of_linear
     host_ms = micro_batches * (of_replay if replayed else of_eager)
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from megatron_fp4.precision.recipe import SLOTS, Recipe
 from megatron_fp4.quantization.rounding import Place, RoundingKey, rounding_key
@@ -39,17 +40,27 @@ class StepState:
     weights_version: int = 0
     keys: DeviceKeys | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def captured_micro_batch(self) -> int | Tensor:
+        """`micro_batch`; in device memory if a CUDA graph may read it."""
+        return self.micro_batch if self.keys is None else self.keys.micro_batch
+
 
 class DeviceKeys:
-    """A table of keys on `device`, int32 [operands, 4], for operands with draws. recipes: by the linear's name.
+    """A table of keys on `device`, int32 [operands + 1, 4], for operands with draws.
 
-    A row is the key's low half, its high half and two zeros; kernels rely on its 16 bytes. generators: those that draws
-    have used so far; a graph must register them before its capture.
+    recipes: by the linear's name. experts: the linears of experts; their keys are the same for all micro-batches of a
+    step, because their tokens are numbered over all of these.
+    A row is the key's low half, its high half and two zeros; kernels rely on its 16 bytes. The last row is the
+    micro-batch. generators: those that draws have used so far; a graph must register them before its capture.
     """
 
-    def __init__(self, recipes: Mapping[str, Recipe], device: torch.device) -> None:
-        self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
-        self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
+    def __init__(
+        self, recipes: Mapping[str, Recipe], device: torch.device, experts: Collection[str] = frozenset()
+    ) -> None:
+        self._rows, self._experts = {name: i for i, name in enumerate(keyed_operands(recipes))}, experts
+        self.table = torch.zeros(len(self._rows) + 1, 4, dtype=torch.int32, device=device)
+        self.micro_batch = self.table[-1, :2].view(torch.int64)[0]
         self._generators: dict[tuple[int, Place, int], torch.Generator] = {}
         self._num_draws: Counter[tuple[int, Place]] = Counter()  # in this micro-batch, by operand and place
 
@@ -59,13 +70,15 @@ class DeviceKeys:
 
     def fill(self, seed: int, step: int, micro_batch: int) -> None:
         """Write the keys of a micro-batch, on the current stream. seed, step, micro_batch: as in `StepState`."""
-        if not self._rows:
-            return
-        keys = [rounding_key(seed, step, micro_batch, *name).key for name in self._rows]
+        keys = [
+            rounding_key(seed, step, 0 if linear in self._experts else micro_batch, linear, operand).key
+            for linear, operand in self._rows
+        ]
         on_gpu = self.table.is_cuda
         # New pinned memory each time: PyTorch does not reuse it before the copy has read it.
         staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=on_gpu)
-        staging[:, :2] = torch.tensor(keys, dtype=torch.uint64).view(torch.int32).view(-1, 2)
+        rows = torch.tensor([*keys, micro_batch], dtype=torch.uint64)
+        staging[:, :2] = rows.view(torch.int32).view(-1, 2)
         self.table.copy_(staging, non_blocking=on_gpu)
         self._num_draws.clear()
         for (row, place, _), generator in self._generators.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -30,7 +31,6 @@ from megatron_fp4.precision.plan import (
     PrecisionController,
     PrecisionSwitch,
     build_plan,
-    recipes_in,
     same_parts,
 )
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
@@ -52,6 +52,8 @@ from megatron_fp4.runtime.revision import check_same, made_by, settings_of
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
+
+_ONE_BY_ONE = "one expert after another, for which the host waits for the numbers of their tokens"
 
 
 def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int, device_type: str) -> None:
@@ -120,16 +122,16 @@ def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
 
 def why_eager(config: Config, models: ModelProvider) -> str | None:
     """Why the run computes micro-batches eagerly, or None if CUDA graphs replay them. Raises ConfigError."""
-    backend, recipes = backend_of(config, models), recipes_in(plans_of(config, models))
-    return graphs_refusal(config, models, place_in_run().world_size, device_type_of(config), backend.name, recipes)
+    backend, plans = backend_of(config, models).name, plans_of(config, models)
+    return graphs_refusal(config, place_in_run().world_size, device_type_of(config), backend, plans)
 
 
 def graphs_refusal(
-    config: Config, models: ModelProvider, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
+    config: Config, ranks: int, device_type: str, backend: str, plans: Iterable[Plan | None] = ()
 ) -> str | None:
     """Why CUDA graphs do not replay the micro-batches of a run on `ranks` ranks, or None if they do.
 
-    backend: the name of the linears' backend. recipes: of the linears.
+    backend: the name of the linears' backend. plans: of the linears.
 
     Raises ConfigError if `train.cuda_graphs` is `true` and graphs are not possible.
     """
@@ -143,6 +145,10 @@ def graphs_refusal(
         ),
         "with data.documents=masked the shapes of micro-batches differ": config.data.documents == "masked",
         "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
+        f"parallel.expert={parallel.expert} waits for how many tokens each rank gets": parallel.expert > 1,
+        f"model.pattern={config.model.pattern} has multi-token prediction, which graphs do not replay yet": bool(
+            config.model.mtp_patterns
+        ),
     }
     if parallel.data_parallel_size(ranks) > 1:
         each = "parallel.reduce_gradients=each reduces gradients in every micro-batch"
@@ -150,19 +156,24 @@ def graphs_refusal(
             "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,
             each: parallel.reduce_gradients == "each",
         }
-    refusal = next((why for why, applies in obstacles.items() if applies), models.why_no_graphs(config.model))
+    refusal = next((why for why, applies in obstacles.items() if applies), None)
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     if backend != "transformer_engine":  # it has its own quantization kernels
-        refusal = refusal or next(filter(None, map(operand_without_kernel, recipes)), None)
+        rows = [row for plan in plans if plan is not None for row in plan.rows]
+        linears = dict.fromkeys((row.recipe, row.linear.experts > 1) for row in rows)
+        if config.precision.sums != "fp32" and any(experts for _, experts in linears):
+            refusal = refusal or f"precision.sums={config.precision.sums} multiplies {_ONE_BY_ONE}"
+        refusal = refusal or next(filter(None, itertools.starmap(operand_without_kernel, linears)), None)
     if refusal is not None and wanted == "true":
         raise ConfigError(f"train.cuda_graphs=true is not possible: {refusal}; leave it at auto")
     return refusal
 
 
-def operand_without_kernel(recipe: Recipe) -> str | None:
+def operand_without_kernel(recipe: Recipe, experts: bool = False) -> str | None:
     """A line about the first operand of `recipe` that has no fused kernel, or None. PyTorch quantizes such an operand
-    with copies from the host, which a CUDA graph cannot capture."""
+    with copies from the host, which a CUDA graph cannot capture. experts: the recipe is that of experts, whose kernels
+    must take all experts at once, because otherwise the host waits for the number of tokens of each."""
     draws = RoundingKey(0)
     for slot, operand in recipe.operands.items():
         if not operand.quantized or operand.source == "codes":
@@ -170,8 +181,13 @@ def operand_without_kernel(recipe: Recipe) -> str | None:
         key = draws if operand.drawn else None
         request = OperandRequest(operand, recipe.gemms[slot.gemm].rht, recipe.rht_signs, key, draws, slot)
         along = "rows" if slot.transposed and not codes_transpose(request) else "columns"
-        if format_of(operand.format).kernels(side_of(request), along) is None:
+        form = format_of(operand.format)
+        kernels, tokens_scaled = form.kernels(side_of(request), along), form.scope and slot.tensor != "weight"
+        if kernels is None:
             return f"{slot.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
+        if experts and (not form.exact or (tokens_scaled and not kernels.in_segments)):
+            verb = "quantizes" if form.exact else "multiplies"
+            return f"the recipe {recipe.name} {verb} {_ONE_BY_ONE} ({slot.name})"
     return None
 
 

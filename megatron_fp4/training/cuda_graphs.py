@@ -3,6 +3,7 @@
 The GPU of a small model waits for Python, which makes about ten thousand calls for a micro-batch. A graph repeats the
 kernels of a micro-batch without these calls, and with the same arguments. So everything that changes between
 micro-batches is in memory at a fixed address: tokens, targets and the keys of stochastic rounding (precision/rng.py).
+So are the counts of experts' tokens: kernels read them, and launch as many programs as any counts can need.
 The kernels are the same as without graphs, and so are all bits.
 
 A step has two graphs: the `first` micro-batch quantizes the weights and writes the gradients; every `later` one uses
@@ -126,7 +127,8 @@ class MicroBatchGraphs:
         if signature != self._signature:
             self.release()
             self._signature, self._eager_steps = signature, 0
-            self._keys = DeviceKeys(recipes, self._mesh.device)
+            experts = {name for name, context in self._linears.items() if context.num_experts}
+            self._keys = DeviceKeys(recipes, self._mesh.device, experts)
         is_eager = self._eager_steps < EAGER_STEPS
         self._eager_steps += 1
         self._num_micro_batches = num_micro_batches

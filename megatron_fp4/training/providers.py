@@ -46,9 +46,6 @@ class ModelProvider(Protocol):
     def training_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of a token, forward and backward."""
 
-    def why_no_graphs(self, config: ModelConfig) -> str | None:
-        """Why CUDA graphs cannot replay a micro-batch, or None if they can."""
-
     def choose_execution(self, config: Config, device_type: str) -> Any:
         """The execution on a device of this type. Raises ConfigError if it is not possible."""
 

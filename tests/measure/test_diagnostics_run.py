@@ -32,9 +32,9 @@ LINEARS = [f"blocks.{name}_proj" for name in ("0.mixer.qkv", "0.mixer.out", "1.m
 class Run:
     """A small model and the state of its training."""
 
-    def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False) -> None:
+    def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False, config: ModelConfig = CONFIG) -> None:
         self.mesh, self.step_state = mesh, StepState(seed=7)
-        parts = mesh, recipe, self.step_state, CONFIG, torch.bfloat16, reshard
+        parts = mesh, recipe, self.step_state, config, torch.bfloat16, reshard
         self.model, self.controller = controlled_model(*parts)
         self.linears = self.controller.linears
         self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))

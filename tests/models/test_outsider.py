@@ -12,15 +12,13 @@ from torch import Tensor
 
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.megatron_model import arguments_of
-from megatron_fp4.config.schema import Config, ModelConfig, OptimizerConfig
+from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.build import graphs_refusal
 from megatron_fp4.training.optimizer import build_optimizer
-from models import provider as models
 from models.execution import PLAIN, Execution
 from models.hybrid import build_model
 from models.initialization import Rule, initialize
@@ -39,7 +37,7 @@ from tests.training.harness import alone, launch, train_step, whole
 class Outsider(Mixer):
     """Only every second token passes the linears."""
 
-    name, shapes_vary = "outsider", True
+    name = "outsider"
     coefficient, shift = 0.5, 1.0
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
@@ -156,8 +154,3 @@ def test_a_run_trains_resumes_and_refuses_what_it_cannot(tmp_path: Path, monkeyp
     assert "model.pattern=ME- has outsider blocks" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"Megatron has no model like this: model.pattern=ME- has outsider blocks"):
         arguments_of(checkpoint.config.model, 32, bf16=True)
-
-
-def test_cuda_graphs_are_refused() -> None:
-    why = graphs_refusal(Config(model=ModelConfig(pattern="E-")), models, 1, "cuda", "emulated")
-    assert why == "the shapes in outsider blocks vary with the data"

@@ -223,7 +223,7 @@ def test_the_table_in_device_memory_has_the_hosts_key_of_every_operand_step_and_
     drawn = ("dgrad_gradient", "wgrad_gradient")
     named = [*(("a", name) for name in drawn), *(("c", name) for name in (*drawn, "wgrad_signs"))]
     assert keyed_operands(recipes) == named
-    keys, seen = DeviceKeys(recipes, torch.device("cpu")), set()
+    keys, seen = DeviceKeys(recipes, torch.device("cpu"), experts={"c"}), set()
     for place in ((11, 0, 0), (11, 1, 3), (11, 70_000, 3)):  # seed, step, micro-batch
         keys.fill(*place)
         for linear, operand in named:
@@ -231,6 +231,8 @@ def test_the_table_in_device_memory_has_the_hosts_key_of_every_operand_step_and_
             assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
             assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
             low, high = (value & 0xFFFFFFFF for value in row[:2].tolist())
-            assert low + (high << 32) == rounding_key(*place, linear, operand).key
+            seed, step, micro_batch = place if linear == "a" else (*place[:2], 0)
+            assert low + (high << 32) == rounding_key(seed, step, micro_batch, linear, operand).key
             seen.add((low, high))
+        assert keys.micro_batch.item() == place[2]
     assert len(seen) == 3 * 5

@@ -24,7 +24,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.training import build
-from megatron_fp4.training.build import graphs_refusal, operand_without_kernel
+from megatron_fp4.training.build import graphs_refusal
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from models import provider as models
 from tests.composing import CONFIGS, composed, plans_of
@@ -37,8 +37,14 @@ from tests.training.harness import ToyBatch, launch, toy_mesh, train_step
 class Job(Run):
     """A model, its optimizer and, if `capture` is given, its graphs."""
 
-    def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
-        super().__init__(mesh, NVFP4)
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        capture: Callable[..., Any] | None = None,
+        required: bool = True,
+        config: ModelConfig = CONFIG,
+    ) -> None:
+        super().__init__(mesh, NVFP4, config=config)
         self.follow(NVFP4)
         self.warnings: list[str] = []
         self.graphs: MicroBatchGraphs | None = None
@@ -152,16 +158,28 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: p
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
-def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh) -> None:
-    """The run has a validation and a noise measurement that leave the graphs their memory."""
+EXPERTS = replace(
+    CONFIG, pattern="E*E", moe_num_experts=4, moe_ffn_dim=32, moe_shared_ffn_dim=32, moe_aux_loss=0.1, init_std=0.3
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh, config: ModelConfig) -> None:
+    """The run has a validation and a noise measurement that leave the graphs their memory, and counts tokens."""
     mesh = replace(mesh, reproducible=True)
-    eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
+    eager, replayed = Job(mesh, config=config), Job(mesh, RecomputingGraph, config=config)
+    routers = [router for job in (eager, replayed) for router in job.model.routers().values()]
     was = []
     for step in range(EAGER_STEPS + 2):
         if step > EAGER_STEPS:
             assert (eager.validate(), eager.noise(step)) == (replayed.validate(), replayed.noise(step))
+        for router in routers:
+            router.load = torch.zeros(4, dtype=torch.int64) if router.load is None else router.load.zero_()
         (*expected, _), (*found, captured) = eager.train(step, count=6), replayed.train(step, count=6)
         assert found == expected
+        loads = [router.load.tolist() for router in routers]
+        assert loads[: len(loads) // 2] == loads[len(loads) // 2 :]
+        assert all(sum(load) == 6 * 2 * 16 * config.moe_top_k for load in loads)
         was.append(captured)
     assert was == [False] * EAGER_STEPS + [True] * 2
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
@@ -285,35 +303,41 @@ EACH = Config(parallel=ParallelConfig(reduce_gradients="each"))
         (Config(data=DataConfig(documents="masked")), 1, "cuda", "emulated", "data.documents=masked"),
         (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
         (Config(model=ModelConfig(pattern="M-/*-")), 1, "cuda", "emulated", "has multi-token prediction"),
+        (Config(parallel=ParallelConfig(expert=2)), 2, "cuda", "emulated", "parallel.expert=2 waits"),
     ],
 )
 def test_runs_that_cannot_use_graphs(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
-    assert why in (graphs_refusal(config, models, ranks, device, backend) or "")
+    assert why in (graphs_refusal(config, ranks, device, backend) or "")
     required = replace(config, train=replace(config.train, cuda_graphs="true"))
     with pytest.raises(ConfigError, match=f"train.cuda_graphs=true is not possible: .*{why}.*; leave it at auto"):
-        graphs_refusal(required, models, ranks, device, backend)
+        graphs_refusal(required, ranks, device, backend)
 
 
-# With square blocks; blocks of one row have a kernel.
-FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fprop.right, four_over_six="absolute")))
+MOE = ("model=moe_tiny", "model.nvfp4_bf16_blocks.last=0")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "why"),
+    ("overrides", "why"),
     [
-        (replace(NVFP4, rht_signs="fresh"), "wgrad_gradient of the recipe nvfp4 is quantized by PyTorch"),
-        (FOUR_OVER_SIX, "fprop_weight of the recipe nvfp4 is quantized by PyTorch"),
+        (["precision.rht_signs=fresh"], "wgrad_gradient of the recipe nvfp4 with rht_signs=fresh is quantized"),
+        # With square blocks; blocks of one row have a kernel.
+        (["precision.fprop.weight.four_over_six=absolute"], "four_over_six=absolute is quantized by PyTorch"),
+        ([*MOE, "precision.sums=blackwell"], "precision.sums=blackwell multiplies one expert after another"),
+        ([*MOE, "precision=nvfp4_quartet2"], "the recipe nvfp4_quartet2 quantizes one expert after another"),
+        ([*MOE, "precision=fp8_block"], "the recipe fp8_block multiplies one expert after another"),
     ],
 )
-def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str) -> None:
+def test_operands_that_no_kernel_makes_are_not_captured(overrides: list[str], why: str) -> None:
+    config = composed("precision=nvfp4", *overrides)
     for backend in ("emulated", "torch"):
-        assert why in (graphs_refusal(Config(), models, 1, "cuda", backend, [BF16, NVFP4, recipe]) or "")
-    assert graphs_refusal(Config(), models, 1, "cuda", "transformer_engine", [BF16, NVFP4, recipe]) is None
+        assert why in (graphs_refusal(config, 1, "cuda", backend, plans_of(config)) or "")
+    assert graphs_refusal(config, 1, "cuda", "transformer_engine", plans_of(config)) is None
 
 
-def test_every_shipped_recipe_can_be_captured() -> None:
-    for precision in sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml")):
-        plan, _ = plans_of(composed(f"precision={precision}"))
-        assert all(operand_without_kernel(row.recipe) is None for row in plan.rows), precision
-    for tensor in (1, 4):
-        assert graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), models, 4, "cuda", "emulated") is None
+@pytest.mark.parametrize(
+    ("more", "but"), [((), set()), (MOE, {"nvfp4_quartet2", "fp8_block"})], ids=["dense", "experts"]
+)
+def test_shipped_recipes_can_be_captured(more: tuple[str, ...], but: set[str]) -> None:
+    configs = {path.stem: composed(f"precision={path.stem}", *more) for path in (CONFIGS / "precision").glob("*.yaml")}
+    assert but == {name for name, of in configs.items() if graphs_refusal(of, 1, "cuda", "emulated", plans_of(of))}
+    assert graphs_refusal(Config(parallel=ParallelConfig(tensor=4)), 4, "cuda", "emulated") is None

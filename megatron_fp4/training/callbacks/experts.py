@@ -31,6 +31,9 @@ from megatron_fp4.training.trainer import Callback, Step, is_due
 class Experts(Callback):
     """Counts tokens in the step alone: not in a replay, a measurement or a validation."""
 
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[Tensor, Tensor]] = {}  # at the same address in all steps, for CUDA graphs
+
     def before_step(self, step: Step) -> None:
         trainer = self.trainer
         interval, routers = trainer.config.precision.diagnostics.interval, trainer.model.routers()
@@ -65,13 +68,15 @@ class Experts(Callback):
 
     @contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        trainer, device = self.trainer, self.trainer.mesh.device
+        trainer = self.trainer
         self._routers: dict[str, Any] = trainer.model.routers()
         self._recorded = bool(self._routers) and is_due(trainer.config.logging.interval, step.done)
         self._zeros: list[Tensor] = []
-        for router in self._routers.values():
-            router.load = torch.zeros_like(router.bias, dtype=torch.int64)
-            router.entropy = torch.zeros((), dtype=torch.float64, device=device) if self._recorded else None
+        for name, router in self._routers.items():
+            if name not in self._counts:
+                load = torch.empty_like(router.bias, dtype=torch.int64)
+                self._counts[name] = load, torch.empty((), dtype=torch.float64, device=load.device)
+            router.load, router.entropy = (count.zero_() for count in self._counts[name])
         hook = trainer.optimizer.register_step_pre_hook(lambda *_: self._count_zeros()) if self._recorded else None
         yield
         self._loads = [router.load for router in self._routers.values()]
