@@ -111,8 +111,7 @@ def run(arguments: list[str], signals: StopRequest, times: TimeLedger, progress:
 
 
 def configure(overrides: list[str], progress: Progress | None = None) -> Config:
-    """Compose and check the configuration. progress: gets its timeout before a file of the run is touched. Raises
-    ConfigError."""
+    """Compose and check the configuration. progress: gets its timeout early. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
     if progress is not None:
         progress.timeout_seconds = config.parallel.timeout_seconds

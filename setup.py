@@ -1,8 +1,7 @@
 """What a wheel holds besides the package: everything else of the build is in pyproject.toml.
 
 The rooms of the checkout (data, models, ..., pretrain.py, configs) go to megatron_fp4/rooms, where no other package's
-`data` or `models` can meet them; megatron_fp4/__main__.py says how they are found there. An editable installation
-leaves the checkout as it is.
+`data` or `models` can meet them; megatron_fp4/__main__.py says how they are found there.
 """
 
 from __future__ import annotations

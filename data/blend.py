@@ -61,8 +61,7 @@ class Blend:
         return self.names[d], periods * self.shares[d] + walk.counts[d]
 
     def counts(self, end: int) -> list[int]:
-        """How many of the samples [0, end) come from each source, in the order of `names`. Takes as long as
-        `source`."""
+        """How many of the samples [0, end) come from each source, in the order of `names`."""
         periods, slot = divmod(end, self.period)
         within = self._walk_to(slot).counts
         return [periods * share + count for share, count in zip(self.shares, within, strict=True)]

@@ -84,8 +84,7 @@ def check_builtin(data: Any) -> None:
 
 
 def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
-    """Open the corpus with a tokenizer of at most vocab_size ids from the cache. The first process builds it, in about
-    ten seconds.
+    """Open the corpus with a tokenizer of at most vocab_size ids from the cache. The first process builds it.
 
     cache_dir: the cache folder; None: default_cache_dir(). Raises ValueError if this Python has too little text,
     vocab_size is below 257, or the cache is damaged.
@@ -192,8 +191,7 @@ def _from_builtin_module(module: ModuleType) -> Iterator[Document]:
 
 
 def check_enough(documents: Sequence[Document], library: Path) -> None:
-    """Raise ValueError if this Python has too little text to train and validate on; some are installed without most of
-    the standard library."""
+    """Raise ValueError if this Python has too little text to train and validate on."""
     for source, minimum in MIN_CHARACTERS.items():
         found = sum(len(document.text) for document in documents if document.source == source)
         if found < minimum:
@@ -210,8 +208,7 @@ def paragraphs(text: str) -> set[str]:
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, validation): validation gets about `fraction` of the origins, without those that repeat training
-    text."""
+    """(training, validation): validation gets about `fraction` of the origins, without repeated text."""
     by_origin: dict[str, set[str]] = {}
     for document in documents:
         by_origin.setdefault(document.origin, set()).update(paragraphs(document.text))

@@ -92,8 +92,7 @@ class TokenSource(Protocol):
         """Tokens [start, start + length) of the stream, integers [length]."""
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
-        """Where the documents [first, last) begin in the stream and the last one ends, in tokens: int64
-        [last - first + 1], ascending."""
+        """Where the documents [first, last) begin in the stream and the last one ends: int64 [last - first + 1]."""
 
     def sequence_offsets(self, first: int, last: int) -> np.ndarray:
         """As `document_offsets`, for the sequences [first, last)."""
@@ -121,8 +120,7 @@ def document_tokens_text(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class DataBundle:
-    """Opened sources by name. tokenizer: the one that made their tokens, if it is given. facts: of all sources.
-    warnings: lines about the data."""
+    """Opened sources by name. tokenizer: that of their tokens, if given. facts: of all. warnings: lines."""
 
     train: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
@@ -145,8 +143,7 @@ class DataBundle:
         return "\n".join([*lines, *self.warnings, *self._read_twice()])
 
     def _read_twice(self) -> list[str]:
-        """A warning for each file that two sources, or training and validation, have in common, also as copies under
-        different paths."""
+        """A warning for each file that two sources, or training and validation, have in common."""
         users: dict[str, dict[str, str]] = {}
         for key, sources in (("data.sources", self.train), ("data.validation", self.validation)):
             for name, source in sources.items():
@@ -179,8 +176,7 @@ def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: in
 
 def document_at(source: TokenSource, token: int) -> int:
     """The last document that begins at or before a token. An interpolation search: it guesses from the mean length of
-    the documents, and for 10^8 documents needs a quarter of the reads of a bisection. On a network file system each
-    read is a round trip."""
+    the documents, and for 10^8 documents needs a quarter of the reads of a bisection."""
     low, high, start, end = 0, source.num_documents, 0, source.num_tokens
     turn = 0
     while high - low > _READ_AT_ONCE:
@@ -213,8 +209,7 @@ def documents_after(source: TokenSource, first: int, end: int, block: int) -> np
 
 
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:
-    """For each of the tokens [start, start + length) of a stream, the number of its document, from 0: int32
-    [length]."""
+    """Of the tokens [start, start + length) of a stream, the number of its document, from 0: int32 [length]."""
     begins = np.zeros(length, dtype=np.int32)
     begins[documents_after(source, start, start + length, block=16) - start] = 1
     return begins.cumsum(dtype=np.int32)
@@ -232,9 +227,8 @@ class IndexedDataset:
     Opening takes the same time for any size: it checks some evenly spaced blocks of the index; each read checks the
     part that it uses. remote_cache: the folder that caches blocks of objects (storage.py); None: the user's.
 
-    Raises FileNotFoundError if a file is missing, and ValueError with the first fault found if the two files are not a
-    complete dataset. A read raises ValueError too if a file was cut short or replaced, or its part of the index is
-    damaged.
+    Raises FileNotFoundError if a file is missing, and ValueError if the two files are not a complete dataset. A read
+    raises ValueError too if a file was cut short or replaced, or its part of the index is damaged.
     """
 
     def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
@@ -288,8 +282,7 @@ class IndexedDataset:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The content of `<prefix>.json`; {} if there is none. Raises ValueError for one that is damaged or describes
-        other tokens."""
+        """The content of `<prefix>.json`; {} if there is none. Raises ValueError for damage."""
         remedy = f"restore {self}.json, or remove it if the tokens are right"
         try:
             file = self._open(".json", self._remote_cache)

@@ -136,8 +136,7 @@ class MicroBatchLoader:
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step. The workers run until
-        the iterator ends or is closed. Raises LoaderError if a worker dies, TimeoutError if none delivers in time, and
-        what reading raises."""
+        the iterator ends or is closed. Raises LoaderError if a worker dies, TimeoutError, and what reading raises."""
         with contextlib.closing(self._batches(start_step, end_step)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
@@ -203,8 +202,7 @@ class MicroBatchLoader:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """consumed_samples, how many of them came from each source, and the fingerprint: JSON values, the same on all
-        ranks."""
+        """consumed_samples, how many of them came from each source, and the fingerprint: JSON values."""
         return {
             "consumed_samples": self.consumed_samples,
             "position": {"counts": self.schedule.counts(self.consumed_samples)},
@@ -337,8 +335,7 @@ def _changed_phase(saved: Phases, current: Phases, consumed: int) -> str | None:
         return None
     names = {phase["name"] for phase in saved}
     for phase in saved:
-        # A phase with its name, or else any with a new name, since it may have been renamed. Weights by tokens change
-        # with the files.
+        # A phase with its name, or else any with a new name, since it may have been renamed.
         now = [p for p in current if p["name"] == phase["name"]] or [p for p in current if p["name"] not in names]
         same = any(p["blend"] == phase["blend"] or (p["by_tokens"] and phase["by_tokens"]) for p in now)
         if phase["start"] < min(phase["end"], consumed) and not same:

@@ -45,8 +45,7 @@ from data.storage import build_once, default_cache_dir
 
 # Part of the folder name of arrays: increase it with any change to their content.
 _FORMAT = 2
-# To count each dataset's samples before a position, search for its last one in this number of samples; if it is not
-# there, count all samples.
+# Samples before a position in which the last one of each dataset is searched; else all are counted.
 _LOOK_BACK = 1 << 18
 # Datasets times lanes of `blending_indices`: a few arrays of this size fit into the processor's cache.
 _LANE_ELEMENTS = 1 << 17
@@ -115,8 +114,7 @@ def dataset_indices(
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample of a blend with these weights, its dataset, int16 [size], and the number of that dataset's
-    samples before it, int64 [size].
+    """For each sample of a blend with these weights, its dataset, int16, and how many that one had before, int64.
 
     Sample i comes from the dataset d with the largest `w_d * max(i, 1) - count_d` in FP64, where count_d is how many
     samples d served before; of equal ones, from the first. A dataset's samples are served in order.
@@ -162,9 +160,8 @@ def _approximate_counts(w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def _blend(w: np.ndarray, counts: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """`length` samples of each lane: their datasets, int16 [lanes, length], and these datasets' counts before them,
-    int64 [lanes, length]. counts [D, lanes]: before the samples `starts` [lanes]; updated in place to after the last
-    samples."""
+    """`length` samples of each lane: their datasets, int16 [lanes, length], and their counts before them, int64 [lanes,
+    length]. counts [D, lanes]: before the samples `starts` [lanes]; updated in place to after the last samples."""
     lanes = np.arange(counts.shape[1])
     datasets = np.empty((len(lanes), length), dtype=np.int16)
     samples = np.empty((len(lanes), length), dtype=np.int64)
@@ -218,8 +215,7 @@ class MegatronSource(Samples):
         self._bases = [0]
 
     def add(self, num_samples: int | None, cache_dir: Path) -> tuple[int, int]:
-        """Append the dataset of a phase with at least num_samples samples (None: one epoch). Returns its first ordinal
-        and its number of samples."""
+        """Append the dataset of a phase of at least num_samples (None: one epoch); returns first ordinal and size."""
         stream = self.stream
         key = ["dataset", stream.identity(), *self._sequences, num_samples, self.seq_length, self.seed]
 
@@ -265,8 +261,7 @@ class Layout:
     """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset, which was
     built for num_samples samples of sources with the weights of `blend`.
 
-    folder: with the blend's arrays; None if one source serves all samples. bases: by source, the ordinal of the first
-    sample of its dataset.
+    folder: with the blend's arrays; None if one serves all. bases: by source, the ordinal of its dataset's first.
     """
 
     start: int
@@ -306,8 +301,7 @@ class MegatronSchedule(PhaseSchedule):
     """A PhaseSchedule whose phases take Megatron's samples. Call `open` before the first `locate`.
 
     Consecutive phases with the same blend are one phase for Megatron, so a growing batch size does not change the
-    order. run: the group `data.megatron` of a configuration. Raises ValueError as PhaseSchedule does, and if the
-    Megatron run is shorter than this one.
+    order. Raises ValueError as PhaseSchedule does, and if the Megatron run is shorter than this one.
     """
 
     def __init__(
@@ -473,8 +467,7 @@ def check_megatron(data: Any) -> None:
 
 
 def held_out_by_split(bundle: DataBundle, split: Sequence[float] | None) -> Mapping[str, TokenSource]:
-    """The validation sets of a run: those of `data.validation`, or else the second share of Megatron's split of each
-    source that has sequences in it."""
+    """The validation sets of a run: those of `data.validation`, or else the second share of Megatron's split."""
     if bundle.validation or split is None:
         return bundle.validation
     ranges = {name: (stream, *split_range(split, 1, stream.num_sequences)) for name, stream in bundle.train.items()}

@@ -1,23 +1,19 @@
 """The samples of one source: sample k is a pure function of (seed, source name, order, k).
 
 A sample is a window of seq_length + 1 tokens. Its last token is also the first token of the next window, so each epoch
-trains on every token as a target exactly once, except the first token and the rest after the last full window. An epoch
-visits every window once. Its order is a function of (key, epoch): it needs no index on disk and does not depend on the
-length of the run.
+trains on every token as a target exactly once, except the first token and the rest after the last full window. Its
+order is a function of (key, epoch): it needs no index on disk and does not depend on the length of the run.
 
-`WindowOrder` cuts the stream in its stored order. That is one read per sample, but the documents in a window are the
-same neighbours in every epoch.
+`WindowOrder` cuts the stream in its stored order. That is one read per sample, but documents keep their neighbours.
 
 `DocumentOrder` shuffles the documents first, so each epoch has other neighbours and other cuts. A corpus of up to
 16,384 documents is shuffled at once. A larger one is cut into runs with the same number of tokens, about a thousand
 documents each (a document that crosses a border becomes two). 16 runs, drawn from the whole corpus, form a group, and
 the documents within a group are shuffled. The stream of an epoch is its groups one after the other; its windows are
-shuffled within the group in which they begin. The beginning of a group is computed, so only the index entries of the
-current group are read.
+shuffled within the group in which they begin. Only the index entries of the current group are read.
 
 A source may get more files during a run. The rest of its current epoch and the windows of the new files, mixed evenly,
-then form one epoch; after it come epochs over all files. The checkpoint saves how many files the source had from which
-sample (`Growth`).
+then form one epoch; after it come epochs over all files. Checkpoints save the history (`Growth`).
 """
 
 from __future__ import annotations
@@ -74,8 +70,7 @@ class Permutation:
 
 
 def shuffled(size: int, key: str) -> np.ndarray:
-    """The numbers [0, size), sorted by a hash of the number and `key`: int64 [size]. `Permutation` computes single
-    places; this computes all of them."""
+    """The numbers [0, size), sorted by a hash of the number and `key`: int64 [size]."""
     seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), dtype="<u8")
     # splitmix64: the states are equally spaced and the finalizer is a bijection, so no two numbers have the same hash.
     states = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -156,8 +151,7 @@ class DocumentOrder:
         return min(-(-self._group_start(group) // self._seq_length), self.num_windows)
 
     def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
-        """`length` tokens from `offset` in a group, continuing in the next groups if necessary; and how many of them
-        each document has."""
+        """`length` tokens from `offset` in a group, also of the next groups; and how many each document has."""
         pieces: list[np.ndarray] = []
         left = length
         while left:
@@ -223,12 +217,10 @@ class SamplePlace(NamedTuple):
 
 
 class _Stage:
-    """The samples of a source from sample `first`, at which it got files, until it gets more files: first the rest of
-    the current epoch of the stage `before`, mixed evenly with the windows of the new files (`added`); then epochs of
-    `order`, over all files.
+    """The samples of a source from sample `first` on, until it gets more files: first the rest of the epoch of the
+    stage `before`, mixed with new windows (`added`); then epochs of `order`, over all files.
 
-    num_left: the samples of that rest. num_mixed: these and the new windows. epochs_before: how many epochs the samples
-    before `first` make.
+    num_left: samples of that rest. num_mixed: with the new windows. epochs_before: epochs up to `first`.
     """
 
     def __init__(self, order: Order, first: int = 0, before: _Stage | None = None, added: Order | None = None) -> None:
@@ -294,8 +286,7 @@ class Samples:
             )
 
     def sample(self, sample: int, documents: bool = False) -> Window:
-        """The sample with int64 tokens. documents: whether to number its documents. Raises TokenIdError for an
-        id outside the model's vocabulary."""
+        """The sample with int64 tokens. documents: whether to number its documents. Raises TokenIdError."""
         tokens, numbers = self._read(sample, documents)
         check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return Window(tokens.astype(np.int64, copy=False), numbers)
@@ -316,8 +307,7 @@ class Samples:
         }
 
     def mismatch(self, saved: Mapping[str, Any]) -> str | None:
-        """How this source differs from the `description` in a checkpoint, as text; None if it does not. More files
-        after the saved ones are no difference."""
+        """How this source differs from the `description` in a checkpoint, as text; None if it does not."""
         files, parts = saved["files"], self.stream.parts
         if len(files) > len(parts):
             return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"

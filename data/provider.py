@@ -32,8 +32,7 @@ __all__ = ["MicroBatch", "RunData", "check_kind", "default_cache_dir", "open_alo
 
 class Kind(NamedTuple):
     """open(data, vocab_size): opens the sources; raises FileNotFoundError or ValueError. check(data): raises ValueError
-    for settings that are missing or have no effect, before anything is opened. data: the group `data` of a
-    configuration."""
+    for settings that are missing or have no effect. data: the group `data` of a configuration."""
 
     open: Callable[[Any, int], DataBundle]
     check: Callable[[Any], None]
@@ -125,8 +124,7 @@ class RunData:
         return lines
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Held-out losses, given by set in nats per token, as bits per byte; without the sets whose bytes of text are
-        unknown."""
+        """Held-out losses, given by set in nats per token, as bits per byte; without sets whose bytes are unknown."""
         bits = {name: self.statistics[name].bits_per_byte(loss) for name, loss in losses.items()}
         return {name: value for name, value in bits.items() if value is not None}
 
@@ -204,11 +202,9 @@ def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSch
 
 
 def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -> RunData:
-    """The data of a run, checked to be the same on all ranks. A collective. is_refusal: whether an error is one that
-    the user can correct.
+    """The data of a run, checked to be the same on all ranks. A collective. is_refusal: the user can correct it.
 
-    Raises ValueError on all ranks for data that cannot be opened or does not fit, and for token ids in held-out windows
-    outside the model's vocabulary.
+    Raises ValueError on all ranks for data that cannot be opened or does not fit, and for unknown token ids held out.
     """
 
     def opened() -> tuple[RunData, list[torch.Tensor]]:

@@ -51,8 +51,7 @@ def phase_boundaries(
 ) -> list[int]:
     """The step at which each phase ends in a run of num_steps: the sum of the lengths up to there, rounded.
 
-    Raises ValueError if a phase has two lengths or gets no step, if two phases have no length, or if the phases do not
-    fill the run.
+    Raises ValueError if a phase has two lengths or gets no step, if two have no length, or if all do not fill the run.
     """
     lengths = []
     for phase in phases:
@@ -96,8 +95,7 @@ def phase_boundaries(
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase at its place in the run: the steps [first_step, end_step) of batch_size samples each, beginning with the
-    global sample `start`.
+    """A phase in the run: steps [first_step, end_step) of batch_size samples each, from global sample `start`.
 
     blend_start: the global sample at which its blend begins, perhaps in an earlier phase whose blend it continues.
     sequence_length: None for the run's. by_tokens: whether the weights are the sources' token counts.
@@ -171,8 +169,7 @@ class PhaseSchedule:
         self._lay_out(spans, done=0)
 
     def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
-        """Take `spans` with consecutive steps; compute `start` and `blend_start` of those that begin at or after step
-        `done`."""
+        """Take `spans` of consecutive steps; compute `start` and `blend_start` of those that begin from step `done`."""
         self.spans: list[PhaseSpan] = []
         start = 0
         for span in spans:
@@ -240,8 +237,7 @@ class PhaseSchedule:
         return span.start + (step - span.first_step) * span.batch_size
 
     def steps_before(self, sample: int) -> int:
-        """The step that begins with a global sample, or the number of steps for the end of the run. Raises ValueError
-        if no step begins there."""
+        """The step that begins with a global sample, or the number of steps for the end of the run."""
         span = self.span_at(max(0, sample))
         steps, rest = divmod(sample - span.start, span.batch_size)
         if rest or not 0 <= sample <= self.num_samples:
@@ -255,8 +251,7 @@ class PhaseSchedule:
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
 
     def counts(self, global_sample: int) -> dict[str, int]:
-        """How many of the global samples [0, global_sample) come from each source; sources without any are left
-        out."""
+        """How many of the global samples [0, global_sample) come from each source, without zeros."""
         return self._counts(self.span_at(max(0, global_sample - 1)), global_sample)
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:

@@ -1,5 +1,4 @@
-"""The user's own data (`data.kind=indexed`): resolves `data.sources` and `data.validation` to `.bin`/`.idx` pairs, and
-opens them. Each value is one of:
+"""Own data (`data.kind=indexed`): resolves `data.sources` and `data.validation` to `.bin`/`.idx` pairs. Each value is:
 
     a prefix       /data/web        the files /data/web.idx and /data/web.bin; either ending may be given
     a pattern      /data/web_*      every prefix that matches, sorted by name; ** also matches folders
@@ -99,8 +98,7 @@ def _without_ending(path: str) -> str:
 
 
 def check_indexed(data: Any) -> None:
-    """Raise ValueError for a configuration's `data` without sources, with invalid ones, or with unknown ones in
-    blends."""
+    """Raise ValueError for a configuration's `data` without sources, with invalid ones, or unknown ones in blends."""
     if not data.sources:
         raise ValueError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"

@@ -69,8 +69,7 @@ def default_cache_dir() -> Path:
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`. If it does not exist, call `build` with a temporary folder, which is then renamed to `folder`.
 
-    Waits while another process builds. If `build` raises, the temporary folder is removed, and the next process that
-    waits builds.
+    Waits while another process builds. If `build` raises, the temporary folder is removed, and the next in line builds.
     """
     if folder.is_dir():
         return folder
@@ -133,8 +132,7 @@ class LocalFile:
         self._opened_as = (found.st_size, found.st_mtime_ns, found.st_ino)
 
     def read(self, offset: int, length: int, exact: bool = False) -> bytes:
-        """Bytes [offset, offset + length). Raises OSError, and ValueError if the file was cut short since it was
-        opened. exact: has no effect here."""
+        """Bytes [offset, offset + length). Raises OSError, and ValueError if the file was cut short. exact: unused."""
         descriptor = _opened(self.name, self._opened_as)
         found = b""
         try:
@@ -156,8 +154,7 @@ class _Descriptor:
         # No read-ahead.
         os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
         found, (size, mtime, inode) = os.fstat(self.number), opened_as
-        # One of the two alone may change while the content stays: `touch` changes the time, and some file systems
-        # invent their inodes.
+        # One of the two alone may change while the content stays, by `touch` or invented inodes.
         if found.st_size != size or (found.st_mtime_ns != mtime and found.st_ino != inode):
             raise ValueError(
                 f"{path} was replaced while this run used it; restore the old file, or start the run again"
@@ -175,8 +172,7 @@ class RemoteFile:
     """Reads byte ranges of an object in a store. cache: the folder for its blocks; None: the user's cache folder. The
     object's version is compared again after each block that is fetched.
 
-    Raises FileNotFoundError, PermissionError, ValueError for an object that was replaced, and ConnectionError after the
-    last attempt.
+    Raises FileNotFoundError, PermissionError, ValueError for an object that was replaced, and ConnectionError at last.
     """
 
     def __init__(self, url: str, cache: Path | None = None) -> None:
@@ -246,8 +242,7 @@ class RemoteFile:
 
 
 def _read_cached(path: Path, size: int, first: int, last: int) -> bytes | None:
-    """Bytes [first, last) of a cached block of `size` bytes; None if it is missing or damaged. Only the hashes that
-    cover these bytes are checked."""
+    """Bytes [first, last) of a cached block of `size` bytes; None if it is missing or damaged."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != size + _DIGEST_BYTES * -(-size // _HASHED_BYTES):
             return None  # cut short, for example by a power failure
@@ -313,8 +308,7 @@ def _range(url: str, start: int, end: int) -> bytes:
 
 
 def _with_retries(url: str, ask: Callable[[], Result]) -> Result:
-    """The result of `ask`, retried after an error that may be temporary. Raises ConnectionError after the last
-    attempt."""
+    """The result of `ask`, retried after an error that may be temporary. Raises ConnectionError after the last."""
     began = time.monotonic()
     for seconds in (*RETRY_SECONDS, None):
         try:

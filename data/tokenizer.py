@@ -106,8 +106,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without tokens for the begin or end of a document. A special token that is spelled out
-        in the text is encoded as normal text."""
+        """The ids of each text, without those around a document. Special tokens spelled out are normal text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -341,8 +340,7 @@ def _split_text(text: str) -> Iterator[str]:
 
 
 def _with_classes(expression: str) -> str:
-    r"""The expression for Python's `re`, with \p{L}, \p{N}, \s and \S replaced by the characters that `tokenizers`
-    matches."""
+    r"""The expression for Python's `re`, with \p{L}, \p{N}, \s and \S replaced by what `tokenizers` matches."""
     letters, numbers, spaces = (_class_ranges(name) for name in (r"\p{L}", r"\p{N}", r"\s"))
     found = ""
     in_brackets = False
@@ -570,8 +568,7 @@ def _read_ranks(
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     """Train a byte-level BPE until it has vocab_size ids or no pair of tokens occurs twice. The same texts in the same
-    order give the same file. Raises ValueError if vocab_size is too small for the 256 bytes and the end-of-document
-    token."""
+    order give the same file. Raises ValueError if vocab_size is below 256 bytes and the end-of-document token."""
     if vocab_size < 256 + 1:
         raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and {END_OF_DOCUMENT} need at least 257")
     tokenizer = Tokenizer(models.BPE())

@@ -56,8 +56,7 @@ class ValidationSet:
         return sample * self._available // self.num_samples
 
     def batch(self, index: int, start: int, end: int) -> MicroBatch:
-        """The samples [start, end), or those of them that exist, as micro-batch `index`. Raises ValueError for a token
-        id outside the model's vocabulary."""
+        """The samples [start, end), or those of them that exist, as micro-batch `index`."""
         length = self.seq_length
         starts = [self.window(sample) * length for sample in range(start, min(end, self.num_samples))]
         rows = np.stack([self.stream.tokens(first, length + 1) for first in starts]).astype(np.int64)
@@ -125,8 +124,7 @@ class TargetStatistics:
 
 
 def bytes_per_token(stream: TokenSource) -> float | None:
-    """The average bytes of text per token of a source, from the `<prefix>.json` of its files; None if a file has no
-    such JSON file."""
+    """The average bytes of text per token of a source, from the `<prefix>.json` of its files; or None."""
     text_bytes = tokens = 0
     for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
         if not isinstance(part, IndexedDataset):

@@ -2,9 +2,8 @@
 
 A worker is a child process with a new interpreter, not a fork of the rank: a rank has threads, locks and a GPU context,
 which a fork can break, and signal handlers that save checkpoints, which a worker must not have. A worker does not
-import torch. It gets the rank's `row_readers` pickled in a file. Through a pipe it gets the first sample of each
-micro-batch to read; each of W workers gets every W-th micro-batch. Through a second pipe it answers with a Window, or
-with the exception that reading raised.
+import torch. It gets the rank's `row_readers` pickled in a file. Through a pipe it gets the first sample of every W-th
+micro-batch. Through a second pipe it answers with a Window.
 
 Workers have no state to save, so they are killed with SIGKILL: by the rank or, if the rank was killed, by the kernel.
 Only the worker has its end of the second pipe open, so when it dies the rank reads end-of-file.
@@ -76,8 +75,7 @@ class Prefetcher(Generic[T]):
     """Results of `make(first, window)` for the micro-batches that begin with the samples `firsts`, in this order, read
     by num_workers processes up to num_ahead micro-batches ahead.
 
-    make: is called in another thread. Create a Prefetcher in the main thread: the kernel kills the workers when the
-    thread that started them ends.
+    make: is called in another thread. Create a Prefetcher in the main thread, with which the kernel ends workers.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Our models as architectures of transformers: name, shape and row order of every tensor, and config.json in both
-directions.
+"""Our models as architectures of transformers: name, shape and row order of every tensor, and config.json.
 
 nemotron_h   hybrids of Mamba-2, attention without positions, squared-ReLU FFNs, and experts; its multi-token
              prediction has the tensors `mtp.*`, which vLLM computes and transformers ignores
@@ -9,8 +8,7 @@ llama        the same with gated FFNs (SwiGLU)
 Names and meanings are those of transformers 5.23. nemotron_h supports FFN blocks since 5.6; every version that does
 reads `hybrid_override_pattern`, which has our letters. It clamps dt = softplus(dt + dt_bias) from below at
 `time_step_min` (versions 5.4 to 5.10 at `time_step_limit`, which has no clamp by default), except when it decodes a
-single token. Training here does not clamp dt, so time_step_min is SMALLEST_STEP; versions 5.6 and 5.7 cannot load 0,
-whose logarithm they take.
+single token. Training here does not clamp dt, so time_step_min is SMALLEST_STEP; versions 5.6 and 5.7 cannot load 0.
 """
 
 from __future__ import annotations
@@ -207,8 +205,7 @@ def _mtp_keys(pattern: str) -> dict[str, Any]:
 
 
 def from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Our `model` settings from a config.json. Raises ValueError, with key and value, for anything that our models do
-    not have."""
+    """Our `model` settings from a config.json. Raises ValueError for anything that ours lack."""
     name = content.get("model_type")
     if name not in _SETTINGS:
         raise ValueError(f"model_type={name} cannot be imported; {', '.join(_SETTINGS)} can")

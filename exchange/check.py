@@ -1,8 +1,7 @@
 """Compares an exported folder with its checkpoint: every tensor, bit for bit, and the configuration.
 
 Both sides are computed independently of the export: the expected values are the operand that a linear's backend passes
-to fprop's GEMM (`multiplied_weight`), and the values in the folder are decoded by the definition of the format
-(`decoded`).
+to fprop's GEMM (`multiplied_weight`), and the values in the folder are decoded by the format's definition.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class FolderCheck:
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.nvfp4_linears().items()}
 
     def findings(self) -> Iterator[Finding]:
-        """The results of all comparisons. Raises DamagedCheckpointError and ValueError for files that cannot be
-        read."""
+        """The results of all comparisons. Raises DamagedCheckpointError and ValueError."""
         expected, config = to_hf(self.checkpoint.config.model), dict(self.folder.config)
         if config.get("time_step_min") == 0:  # version 0.2
             config["time_step_min"] = SMALLEST_STEP
@@ -107,8 +105,7 @@ class FolderCheck:
         return Finding("tensors in plain types", f"{count}", [*filter(None, problems)])
 
     def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
-        """NVFP4 weights are equal once decoded, and modules that engines fuse (q, k and v) have the same tensor
-        scale."""
+        """NVFP4 weights are equal once decoded, and modules that engines fuse have the same tensor scale."""
         problems, modules = list[str](), 0
         for name, row in self.rows.items():
             ours, parts = self.checkpoint.tensor(name), self.sections[name]

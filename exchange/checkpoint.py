@@ -37,9 +37,7 @@ class Checkpoint:
 
     manifest, trainer: as they were saved. step, tokens: how many are done. weights_only: whether it has no optimizer
     state. config: the run's. trusted: whether the paths in it may be opened. tensors: the shapes of the model's
-    parameters, by name.
-    Raises DamagedCheckpointError for missing files or files with another size, and ConfigError for a configuration of
-    another version.
+    parameters, by name. Raises DamagedCheckpointError for missing files or files with another size, and ConfigError.
     """
 
     def __init__(self, folder: Path, config_dir: Path, trusted: bool = False) -> None:
@@ -127,8 +125,7 @@ def load_model(
 
 
 def check_tensors(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise ValueError, with the first difference, if the tensors `found` in `folder` are not those `expected`. Both
-    map names to shapes."""
+    """Raise ValueError, with the first difference, if the tensors `found` are not those `expected`: name -> shape."""
     for name in (*expected, *found):
         have, want = (str(list(of[name])) if name in of else "missing" for of in (found, expected))
         if have != want:
@@ -136,8 +133,7 @@ def check_tensors(found: Mapping[str, Sequence[int]], expected: Mapping[str, Seq
 
 
 def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[slice]) -> Tensor:
-    """A region of a tensor in a folder written by torch.distributed.checkpoint, FP32 on the CPU. region: a slice of
-    each axis.
+    """A region of a tensor in a folder written by torch.distributed.checkpoint, FP32 on the CPU. region: slices.
 
     Raises DamagedCheckpointError for pieces that are missing or unreadable, have another shape or type than in the
     metadata, or are outside the folder.

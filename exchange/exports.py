@@ -10,8 +10,7 @@ continues training. The process has the lowest priority and no GPU, and reads th
 runs at a time and one waits; if a third becomes due, the waiting one is dropped. `checkpoint.keep` does not remove a
 checkpoint before its export is done. An export that fails never ends the run.
 
-A finished run waits for its exports. A run that is stopped or killed aborts them; the next start exports the
-checkpoints whose export is missing.
+A finished run waits for its exports. A run that is stopped or killed aborts them; the next start makes them.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class _Running(NamedTuple):
 
 
 class KeptTokenizer(Callback):
-    """Keeps the files of the run's tokenizer in run.dir/tokenizer, from which commands read it without the paths in a
-    configuration."""
+    """Keeps the files of the run's tokenizer in run.dir/tokenizer, from which commands read it without other paths."""
 
     def start(self, done: int) -> None:
         """Copy them."""
@@ -116,8 +114,7 @@ class KeptTokenizer(Callback):
 
 
 class Exports(Callback):
-    """The exports of a run; rank 0 makes them. last: the last step whose checkpoint can be exported
-    (`last_exportable`); None: all can."""
+    """The exports, which rank 0 makes. last: the last step whose checkpoint can be exported; None: all can."""
 
     def __init__(self, last: int | None = None) -> None:
         self._last = last
@@ -232,8 +229,7 @@ class Exports(Callback):
         return self._checkpoints.with_name("exports") / files.folder_name(step)
 
     def _missing(self, start: int) -> list[int]:
-        """Steps up to `start` with a checkpoint whose export is due and missing. A folder without a record was made by
-        hand and counts as an export."""
+        """Steps up to `start` whose due export is missing. A folder without a record was made by hand and counts."""
         steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self.trainer.mesh.rank == 0 else ()
         missing = []
         for step in sorted(step for step in steps if step <= start and self.due(step)):

@@ -7,8 +7,7 @@ Differences to a Hugging Face folder: A is -exp(A_log); q and k have the rows of
 rotates neighbours where transformers rotates halves; a group of 64 NVFP4 elements has its four block scales first, then
 in each block the elements 0 to 7 in low nibbles and 8 to 15 in high ones; the tensor scale is a tensor of its own.
 
-Sources: gguf 0.19 (`quants.py`, `tensor_mapping.py`); llama.cpp of 2026-10 (`conversion/{base,mamba,nemotron}.py`,
-`src/llama-vocab.cpp`).
+Sources: gguf 0.19 (`quants.py`, `tensor_mapping.py`); llama.cpp of 2026-10 (`conversion/*.py`, `src/llama-vocab.cpp`).
 """
 
 from __future__ import annotations
@@ -205,8 +204,7 @@ def _describe(writer: Any, config: ModelConfig, architecture: str, length: int) 
 
 
 def _describe_tokenizer(writer: Any, rows: int, tokenizer: TextTokenizer | None, checkpoint: Checkpoint) -> None:
-    """The vocabulary, with a token for every row of the embedding. Raises ValueError for a tokenizer that llama.cpp
-    does not have."""
+    """The vocabulary, with a token for every row of the embedding. Raises ValueError for one that llama.cpp lacks."""
     import gguf
 
     if tokenizer is None:

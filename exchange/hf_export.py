@@ -1,7 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder: config.json, safetensors, tokenizer, generation config, model card.
 
-Parameters are read one by one, for any mesh that wrote them, so memory holds one output file and one parameter. The
-folder appears only when it is complete.
+Parameters are read one by one, for any mesh that wrote them, so memory holds one output file and one parameter.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 class NVFP4Weights(NamedTuple):
-    """How to write NVFP4 weights. trained: the plan that they were trained with. largest_inputs: of each linear, FP32
-    0-dim; None: activations stay in BF16."""
+    """NVFP4 weights. trained: their plan. largest_inputs: of each linear, FP32 0-dim; None: BF16 activations."""
 
     layout: Layout
     trained: TrainedPlan
@@ -122,8 +120,7 @@ def _encoded(
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write files of at most SHARD_BYTES each (a single tensor may be larger), with transformers' names. Raises
-    OSError."""
+    """Write files of at most SHARD_BYTES each (a single tensor may be larger), with transformers' names."""
     shards: list[list[str]] = []
     content: dict[str, Tensor] = {}
     total = 0

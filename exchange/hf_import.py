@@ -1,5 +1,4 @@
-"""Reads a Hugging Face folder, with weights in 16 or 32 bits or in NVFP4, and imports it as a checkpoint that a run can
-begin from (weights_only.py)."""
+"""Reads a Hugging Face folder in 16 or 32 bits or in NVFP4, and imports it as a checkpoint (weights_only.py)."""
 
 from __future__ import annotations
 
@@ -28,11 +27,9 @@ _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 
 
 class Folder:
-    """The folder of a model. config: its config.json. layout: of its NVFP4 weights; None if it has none. names: of all
-    tensors.
+    """The folder of a model. config: its config.json. layout: of its NVFP4 weights; or None. names: of tensors.
 
-    Raises ValueError, with folder and file, for files that are missing, damaged or do not match the index, and for
-    weights in another quantized format.
+    Raises ValueError for files that are missing, damaged or do not match the index, or another quantized format.
     """
 
     def __init__(self, path: Path) -> None:

@@ -88,8 +88,7 @@ def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Para
 
 
 def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
-    """The keys of the modules' extra states. Megatron requires them by default; they are empty unless FP8 has delayed
-    scaling."""
+    """The keys of the modules' extra states. Megatron requires them by default; empty without delayed scaling."""
     keys = []
     for form, (prefix, layer) in zip(_forms(config), _places(config, layers), strict=True):
         number, count = layer or (0, 1)

@@ -7,8 +7,7 @@ are 16x16 or 1x16 (precision/operands.py, quantization/nvfp4.py). `trained_weigh
 result does not depend on the mesh that trained: blocks follow the model's own groups, and the amax is over all ranks.
 
 Serving formats store one block scale for 1x16 elements. A block scale of 16x16 elements is repeated for its 16 rows.
-Rows are then independent, so they can be reordered and split (q, k and v, which share one amax), and padding rows
-removed, without changing a bit.
+Rows are then independent, so they can be reordered and split (q, k, v), bit for bit.
 
 For a module `m` with a weight W [out, in] and its amax a (2688 is for recipes that map the largest block scale to 448;
 four-over-six maps it to 256, which gives 1536 instead):
@@ -192,15 +191,13 @@ def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
 
 
 def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config, num_samples: int) -> dict[str, Tensor]:
-    """The amax of the input of each of `trained.nvfp4_linears()` over `num_samples` sequences of each held-out source:
-    FP32 0-dim, on the CPU.
+    """The amax of the input of each of `trained.nvfp4_linears()` over `num_samples` sequences of each set: FP32.
 
     Training computes the amax of every tensor in every step; engines that quantize activations (W4A4) need a constant.
     So the model reads held-out text of its run, with weights and activations quantized as in training. Larger inputs
-    saturate in the engine.
-    config: of the run, with paths that may be opened. Raises ValueError if a linear was trained with activations in
-    another format, the run has no held-out text, or an amax is zero or not finite; ValueError or OSError for data that
-    cannot be opened.
+    saturate in the engine. config: of the run, with paths that may be opened. Raises ValueError if a linear was trained
+    with activations in another format, there is no held-out text, or an amax is zero or not finite; ValueError or
+    OSError for data that cannot be opened.
     """
     if num_samples < 1:
         raise ValueError(f"--calibrate {num_samples}: give 1 or more")
@@ -241,8 +238,7 @@ def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config,
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a layout's tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether the inverse of
-    the tensor scale is stored."""
+    """The names of a layout's tensors in a module. inverse: whether the tensor scale's inverse is stored."""
 
     name: str
     codes: str
@@ -354,8 +350,7 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """`code * block scale`, FP32 [out, in], exact. It follows the definitions of the formats and shares no code with
-    the quantization.
+    """`code * block scale`, FP32 [out, in], exact. By the definitions; no code is shared with the quantization.
 
     E2M1 (OCP MX 1.0, section 5.3.3): codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign; two codes per byte,
     the low nibble first. codes: uint8 [out, in / 2]. scales: E4M3 [out, in / 16].

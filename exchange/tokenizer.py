@@ -91,8 +91,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
 
 def kept_tokenizer(path: Path, vocab_size: int, read: Read = read_plain) -> tuple[dict[str, bytes], str | None]:
     """What an imported checkpoint saves of the tokenizer at `path`, a folder or a file: name -> content of its files,
-    named as in a Hugging Face folder, and its fingerprint (None without a tokenizer). Raises ValueError for a tokenizer
-    with more ids than the model has."""
+    as in a Hugging Face folder, and its fingerprint or None. Raises ValueError for too many ids."""
     kept = {name: read(path / name) for name in TOKENIZER_FILES if os.path.lexists(path / name)}
     fingerprint = None
     if path.is_file() or _OPENED & kept.keys():

@@ -2,8 +2,7 @@
 
 Both score the same tokens: the windows of every held-out set as the run opens them, and in each window the targets that
 have a loss. If the run masks documents, transformers gets each document's part of a window as a separate row, because
-its Mamba-2 blocks carry their state into the next document for any mask. Such a row begins with an empty state and at
-position 0, as in the framework.
+its Mamba-2 blocks carry their state into the next document for any mask.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Windows(NamedTuple):
 
 
 def open_windows(config: Config) -> Windows:
-    """The validation windows of a run. Raises ValueError or OSError if the data is missing, or the run has no
-    validation set."""
+    """The validation windows of a run. Raises ValueError or OSError if the data is missing, or not held out."""
     bundle, sets = open_held_out(config)
     if not sets:
         raise ValueError("the run has no validation set; name held-out data with --set data.validation=...")
@@ -116,8 +114,7 @@ def recorded_losses(checkpoint: Checkpoint) -> Losses | None:
 
 
 def agreement_table(windows: Windows, found: Mapping[str, Losses], reference: str) -> str:
-    """A table of losses in nats and bits per byte, and their differences to the row `reference`. found: losses by the
-    title of their row."""
+    """A table of losses in nats and bits per byte, and their differences to the row `reference`. found: by title."""
     names = [held_out.name for held_out in windows.sets]
     header = [f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")]
     rows = []

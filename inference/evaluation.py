@@ -4,9 +4,8 @@ intervals, and both as a table and as JSON.
 Requests, texts and scores are lm-eval's own. Log-likelihoods are computed here in bounded memory (models.py), because
 lm-eval holds the logits of complete batches.
 
-A score is either a mean over n documents, x = sum x_i / n, or f(r), a function of a quotient of two sums over them,
-r = sum a_i / sum b_i (such as nats over bytes). To first order, the error of both is a mean of one number per document,
-the document's influence u_i:
+A score is a mean over n documents, x = sum x_i / n, or f(r), a function of a quotient of sums, r = sum a_i / sum b_i
+(such as nats over bytes). To first order, the error of both is a mean of one number per document, its influence:
 
     mean       u_i = x_i - x
     quotient   u_i = f'(r) (a_i - r b_i) / (sum b / n)          f: to bits, or to a perplexity (the delta method)
@@ -69,8 +68,7 @@ Document = tuple[int, str]
 class FolderModel(HFLM):
     """The model of a Hugging Face folder for lm-eval. Generation is lm-eval's, with contexts padded at the left.
 
-    title: of the progress line. batch_rows: rows of a batch; None: by their length. max_length: tokens of a window;
-    None: the model's.
+    title: of the progress line. batch_rows: None: by their length. max_length: of a window; None: the model's.
     """
 
     def __init__(
@@ -89,11 +87,9 @@ class FolderModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """For each (key, context, continuation), the log-probability of the continuation, and whether it is the greedy
-        one.
+        """For each (key, context, continuation), the log-probability of the continuation, and whether it is greedy.
 
-        Requests with the same tokens except the last one share a row. A request that is too long loses its beginning,
-        as in lm-eval.
+        Requests with the same tokens except the last one share a row. A request that is too long loses its beginning.
         """
         rows: dict[tuple[int, ...], list[int]] = {}  # input tokens -> numbers of the requests
         for number, (_, context, continuation) in enumerate(requests):
@@ -227,8 +223,7 @@ def examine(
 ) -> Examined:
     """Run loaded tasks (`tasks.load_tasks`) on a model's opened folder.
 
-    limit: use only the first documents of each task; None: all. batch_rows, max_length: as for `FolderModel`. Raises
-    ValueError if lm-eval refuses.
+    limit: use only the first documents of each task; None: all. batch_rows, max_length: as for `FolderModel`.
     """
     # The seeds of lm-eval's own command, for the examples and the answers.
     random.seed(0)

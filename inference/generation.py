@@ -1,9 +1,8 @@
 """Generates text with a model in memory: many prompts of any lengths in a batch, then one token per row and call.
 
 Without quantized activations a linear computes each token independently of the rest of the batch. Then a text depends
-only on its prompt and the random draws, except for the rounding of GEMMs of other sizes. `lower_weights` and
-`weights_as_trained` prepare a loaded model for this, prompts.py a model in training. `TextStream` decodes tokens one by
-one into complete characters.
+only on its prompt and the random draws, up to the rounding of GEMMs. `lower_weights` and `weights_as_trained` prepare a
+loaded model for this, prompts.py a model in training. `TextStream` decodes tokens one by one into complete characters.
 
 A random draw is a function of the prompt, the seed, the number of the sample and the position of the token. So a text
 does not depend on its batch, the machine or the number of ranks, as long as the logits are equal.
@@ -76,8 +75,7 @@ class TokenDraws:
 
 
 def choose(logits_bv: Tensor, sampling: Sampling, draws: Sequence[float]) -> list[int]:
-    """The next token of each row; NOT_FINITE if its logits are not finite. draws: one per row, in [0, 1); not used with
-    temperature 0."""
+    """The next token of each row; NOT_FINITE if not finite. draws: one per row, in [0, 1)."""
     largest, likeliest = logits_bv.max(-1)
     tokens = likeliest.where(largest.isfinite(), NOT_FINITE).tolist()
     if sampling.temperature == 0:
@@ -131,8 +129,7 @@ class Continuation:
 @dataclass(frozen=True)
 class Settings:
     """How texts are continued. max_tokens: new tokens of each text, at least 1. stop: the token that ends a text; None:
-    none does. num_ids: choose only tokens below it, if the model has more ids than its tokenizer; None: all. Raises
-    ValueError."""
+    none does. num_ids: choose only tokens below it, if the model has more ids than its tokenizer; None: all."""
 
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)

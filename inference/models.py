@@ -165,8 +165,7 @@ def in_one_line(error: BaseException, length: int = 240) -> str:
 
 
 def device_named(name: str | None) -> str:
-    """The device of the option --device; None: CUDA if there is any. Raises ValueError for a device that does not
-    exist."""
+    """The device of the option --device; None: CUDA if there is any. Raises ValueError for a device that is absent."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -9,8 +9,7 @@ frequencies do not help. Guessing gives 25%.
 
 `bytes`: the log-probability of every token in passages of up to 2,000 characters, cut at line ends.
 
-Items are chosen by hashes of the documents' names and line numbers, so the same Python gives the same items. The
-repository contains none of the text.
+Items are chosen by hashes of the documents' names and line numbers, so the same Python gives the same items.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def prepare_environment(names: Sequence[str]) -> None:
 def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: int | None = None) -> Mapping[str, Any]:
     """The tasks and groups for lm-eval's `evaluate`, by name, with loaded documents.
 
-    names: tasks, groups, tags, patterns of these, or task files. include: a folder with task files. Raises ValueError,
-    in one line, for an unknown name, documents that cannot be loaded, a task that runs the model's output as code, and
-    examples for a task that has none.
+    names: tasks, groups, tags, patterns of these, or task files. include: a folder with task files. Raises ValueError
+    for an unknown name, unreadable documents, a task that runs code, and missing examples.
     """
     if include is not None and not include.is_dir():
         raise ValueError(f"--include-path {include} is not a folder; give the one with the task files")
@@ -143,8 +141,7 @@ def _items() -> dict[str, list[dict[str, Any]]]:
 
 
 def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]:
-    """The items of `cloze_code`, `bytes_code` and so on, from the held-out documents among these: at most CLOZE_ITEMS
-    and BYTES_ITEMS.
+    """The items of `cloze_code`, `bytes_code` and so on, from held-out documents: at most CLOZE_ITEMS and BYTES_ITEMS.
 
     cloze: origin, context, choices, answer (the index of the right choice). bytes: origin, text.
     """

@@ -36,8 +36,7 @@ def missing_packages(but: str | None = None) -> str | None:
 
 
 def answer(arguments: list[str], config_dir: Path) -> int | None:
-    """Do what the command line's `arguments` ask for besides a run, with the configuration in `config_dir`. Returns the
-    exit code, None if they ask for a run."""
+    """Do what the command line's `arguments` ask for besides a run; returns the exit code, None for a run."""
     if "--version" in arguments:
         end_without_reader()
         print(f"megatron_fp4 {__version__}")

@@ -332,8 +332,7 @@ def split_heads(
     sin: Tensor | None,
     *parts_td: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [b, s, h, d], k and v [b, s, g, d], contiguous, from the result of `qkv_proj`; rotated if RoPE's tables are
-    given."""
+    """q [b, s, h, d], k and v [b, s, g, d], contiguous, from the result of `qkv_proj`; rotated if there are tables."""
     parts_bsf = [part.unflatten(0, (-1, sequence_length)) for part in parts_td]
     q, k, v = sections_of(parts_bsf, layout, groups, *"qkv")
     q = q.unflatten(-1, (-1, head_dim)).flatten(2, 3)

@@ -4,8 +4,7 @@ In the usual backward pass a program has a tile of keys and adds its part of dq 
 programs run. Here each part of a gradient has one program: one kernel computes dq of a tile of queries, another dk and
 dv of a tile of keys (for all query heads that share them). No program adds to memory, so two runs have the same bits.
 The price is that scores are computed twice: 7 matrix products instead of 5. The arithmetic is that of FlashAttention-2
-(arXiv:2307.08691): products of BF16 with FP32 sums; of each row of scores only the logarithm of its sum of exponentials
-is saved.
+(arXiv:2307.08691): products of BF16 with FP32 sums; of each row of scores only the log of its sum is saved.
 
 Documents follow one another in a row. So the keys of a query are a range, from the beginning of its document to itself,
 and so are the queries of a key, from itself to the end of its document. The range of a tile has three parts; the middle

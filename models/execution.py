@@ -70,11 +70,10 @@ class Execution:
     """How a model runs. It can be pickled, so that ranks can compare theirs.
 
     kernels: part -> the function that computes it instead of the one in plain PyTorch, with the same arguments: `scan`
-    and `conv` of Mamba-2, `attention`, `loss`. (In a dry run these functions only allocate.)
-    compile: makes one kernel of a small pure function (norms, squared ReLU, RoPE), such as `torch_compile`; with it,
-    attention prefers cuDNN and Triton computes the softmax of the loss. None: these functions run eagerly.
-    recompute: `none`, `block` (a block saves only its input) or `selective` (it saves its input and the results of its
-    GEMMs and attention).
+    and `conv` of Mamba-2, `attention`, `loss`. (In a dry run these functions only allocate.) compile: makes one kernel
+    of a small pure function, such as `torch_compile`; with it, attention prefers cuDNN and Triton computes the softmax
+    of the loss. None: these functions run eagerly. recompute: `none`, `block` (a block saves only its input) or
+    `selective` (it saves its input and the results of its GEMMs and attention).
     """
 
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

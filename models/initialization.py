@@ -77,8 +77,7 @@ def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Draws:
-    """A rectangle of one parameter, and random numbers for it. row, column: where it begins in the global tensor, of
-    which all axes but the last are rows."""
+    """A rectangle of one parameter, and random numbers for it. row, column: where it begins in the global tensor."""
 
     seed: int
     name: str

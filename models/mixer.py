@@ -48,8 +48,7 @@ class RMSNorm(nn.Module):
         formula: Callable[..., Tensor] = rms_norm,
         shard_dim: int | None = None,
     ) -> None:
-        """formula: called with the tensors of `forward`, the FP32 weight and eps. shard_dim: the weight's dimension to
-        shard over tensor-parallel ranks."""
+        """formula: called with `forward`'s tensors, the FP32 weight and eps. shard_dim: for tensor-parallel ranks."""
         super().__init__()
         self.eps = eps
         self.weight = new_parameter((dim,), mesh, shard_dim)

@@ -1,8 +1,7 @@
 """Positions of tokens: the documents of training rows, the new tokens in generation, and RoPE.
 
 With `data.documents=masked` no token sees another document of its row: attention is limited to the document, Mamba-2's
-state and convolution restart at its first token, and positions (RoPE) count from there. So the logits of a document do
-not depend on the rest of its row.
+state and convolution restart at its first token, and positions (RoPE) count from there.
 
     numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (the kernels' `seq_idx`)
     positions    int64 [b, s]        RoPE: the position of a token in its document
@@ -13,8 +12,7 @@ not depend on the rest of its row.
 Each is computed when it is first used, once for all blocks. Rows are independent samples: a document that continues
 from one row into the next counts as two.
 
-Shapes: b batch, s sequence (in generation: columns of a call), n documents in all rows together, h heads, d head
-dimension.
+Shapes: b batch, s sequence (in generation: columns), n documents in all rows together, h heads, d head dimension.
 """
 
 from __future__ import annotations
@@ -95,10 +93,9 @@ class Documents(_Positions):
 class NewTokens(_Positions):
     """The new tokens of a call in generation. before: the number of earlier tokens of each row.
 
-    counts: int64 [b], how many of the `length` columns of each row are tokens; the others are padding. positions:
-    int64 [b, s], the position of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the
-    index of each row's last token among the b * s columns (its first column if it has no tokens). end: the length of
-    the longest text, with the new tokens.
+    counts: int64 [b], how many of the `length` columns of each row are tokens; the others are padding. positions: int64
+    [b, s], the position of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the index of
+    each row's last token among the b * s columns (without tokens, its first). end: the longest text's length.
     """
 
     def __init__(self, before: Sequence[int], counts: Sequence[int], length: int, device: torch.device) -> None:

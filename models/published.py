@@ -62,8 +62,7 @@ class HuggingFaceBlock:
     types: its names in `layers_block_type` of nemotron_h; empty: only Transformers have it. sections: the published
     tensors. settings: our setting -> its key in config.json and the default in transformers; where None is meant, ours
     is 0. fixed: the values that keys must have; an import accepts a missing key. without_key: our settings for which it
-    has no key -> the value that it computes. keys_always: whether config.json has the keys of a model without such
-    blocks too.
+    has no key -> the value that it computes. keys_always: whether config.json always has the keys.
     """
 
     types: tuple[str, ...]
@@ -81,8 +80,7 @@ class MegatronBlock:
     module: its module in a layer. linears: names of its first linear, which has the block's norm, and of its last.
     sections: the published tensors. sizes: called as sizes(shape, known), returns the settings that shapes tell;
     shape(NAME) is the shape of a tensor, known has the other settings. told: the settings that only arguments tell.
-    fixed: settings that Megatron cannot change. arguments: settings that are arguments of the same name, if the model
-    has such a block.
+    fixed: settings that Megatron cannot change. arguments: settings that are arguments of the same name.
     """
 
     module: str
@@ -95,8 +93,7 @@ class MegatronBlock:
 
 
 def split_rows(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
-    """The sections of a parameter whose rows are `published[order]`. sizes: rows of each section. columns: their other
-    axes."""
+    """The sections of a parameter whose rows are `published[order]`. sizes: of each section. columns: other axes."""
     rows = order.argsort().split(list(sizes))
     return [Section(name, (size, *columns), at) for name, size, at in zip(names, sizes, rows, strict=True)]
 

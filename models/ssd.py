@@ -66,8 +66,7 @@ class ScanInputs(NamedTuple):
 def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
     """y [b, s, h, p] of the formulas above in plain PyTorch. All tensors are FP32; `dt_bsh` may also be BF16.
 
-    documents_bs: int32, the number of each token's document, not negative and ascending in a row; None: a row is one
-    document.
+    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
     """
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias)
@@ -187,8 +186,7 @@ class _SsdScan(Function):
 
 
 def _outputs(chunks: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y; y without each token's own part; the state at the beginning of each chunk; what the last chunk adds to the
-    state.
+    """y; y without each token's own part; the state at the beginning of each chunk; what the last adds.
 
     initial: the state at the beginning of the first chunk, [b, g, n, r, p]; None: zero.
     """

@@ -2,8 +2,7 @@
 
 The script then imports the packages of its own checkout, ends with one line if packages are missing, as pretrain.py
 does, and prints no traceback after Ctrl-C or when the reader of its output has left. A run starts scripts as its
-children, with `--beside PROCESS`: they get the lowest priority, and the kernel kills them when the run ends, because
-the run may be killed itself.
+children, with `--beside PROCESS`: they get the lowest priority, and the kernel kills them when the run ends.
 """
 
 from __future__ import annotations

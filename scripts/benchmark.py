@@ -153,8 +153,7 @@ def linear_call(shape: tuple[int, ...], recipe: Recipe, kept: bool, device: torc
 
 
 def median_milliseconds(function: Callable[[], Any], device: torch.device, iterations: int) -> float:
-    """Median time of `function`, which may launch a few hundred kernels. The GPU gets other work first, so that it does
-    not wait for Python."""
+    """Median time of `function`, which may launch a few hundred kernels. The GPU gets other work first."""
     times: list[float] = []
     if device.type == "cpu":
         for _ in range(iterations):

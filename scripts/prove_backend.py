@@ -68,8 +68,7 @@ from models import provider as models
 from pretrain import CONFIGS
 from scripts.benchmark import median_milliseconds
 
-# (tokens, inputs, outputs, groups of outputs) without overrides: full blocks of every format, and outputs that must be
-# padded.
+# (tokens, inputs, outputs, groups of outputs) without overrides: full blocks of every format, and padded outputs.
 SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
     "cpu": [(128, 256, 256, 1), (256, 128, 400, 2)],
     "cuda": [(1024, 512, 2048, 1), (512, 2048, 1200, 2), (8192, 4096, 8192, 1)],
@@ -181,8 +180,7 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
 
 def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     """What to compute. named: whether there are overrides; then it is each different quantized linear of one rank with
-    its recipe in the plan, otherwise `SHAPES` with every recipe of the precision. Raises ConfigError for a plan that
-    does not fit the model."""
+    its recipe in the plan, otherwise `SHAPES` with every recipe of the precision. Raises ConfigError."""
     if not named:
         recipes = dict.fromkeys(recipes_by_key(config.precision, "precision").values())
         return [Case(*shape, recipe) for recipe in recipes if recipe.quantized for shape in SHAPES[device_type]]
@@ -243,8 +241,7 @@ def small_tensors() -> dict[str, Tensor]:
 
 
 def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[str, MakeBoth]:
-    """For each tensor of a linear, a function that makes its two operands. tensors: padded, by their names in
-    `SLOTS_OF`."""
+    """For each tensor of a linear, a function that makes its two operands. tensors: padded, by name."""
     call = LinearCall(context, tensors["weight"], tensors["activation"])
 
     def both(name: str) -> dict[OperandSlot, Any]:

@@ -180,8 +180,7 @@ def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Pat
 
 def begin(trainer: Trainer, origin: Path, start: int) -> None:
     """Begin after `start` steps of the run: from the checkpoint `origin`, or at step 0 with the run's initial weights,
-    which may come from another checkpoint. Raises ConfigError if the data or these weights are missing or have
-    changed."""
+    which may come from another checkpoint. Raises ConfigError if the data or these weights are not there."""
     if start:
         trainer.begin_from(origin)
         if changes := trainer.data.loader.changes:

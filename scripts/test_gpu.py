@@ -125,8 +125,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: str, deadline: float) -> tuple[str, str, float]:
-    """Run one step on the GPUs with these indices. Returns `passed`, `FAILED` or `not run`; the summary, or why it was
-    not run; seconds.
+    """Run one step on the GPUs with these indices. Returns `passed`, `FAILED` or `not run`; summary or reason; seconds.
 
     cache: its XDG_CACHE_HOME. deadline: in the time of `time.perf_counter`.
     """

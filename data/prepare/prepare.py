@@ -160,13 +160,11 @@ def prepare(
     """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`.
     The same call resumes an interrupted one.
 
-    source: how the parts were opened, as JSON values; it is written to the facts, and must be the same to resume.
-    workers: processes that tokenize; 0: tokenize in this process. report: called with a line for each of the first
-    skipped records.
+    source: how the parts were opened, JSON for the facts; the same to resume. workers: processes that tokenize; 0:
+    tokenize in this process. report: called with a line for each of the first skipped records.
 
-    Raises FileExistsError if an output exists; ValueError for other settings than those of the interrupted call, for
-    inputs that changed, too many malformed records, a split without documents, or a file that cannot be read;
-    WorkerDied.
+    Raises FileExistsError if an output exists; ValueError for other settings than before, for inputs that changed, too
+    many malformed records, a split without documents, or a file that cannot be read; WorkerDied.
     """
     new = tokenizer if isinstance(tokenizer, NewTokenizer) else None
     settings = {f"source {name}": value for name, value in (source or {}).items()}
@@ -386,8 +384,7 @@ class WorkFolder:
             )
 
     def open(self, splits: Sequence[str], token_bytes: int) -> None:
-        """Open the files of the splits and truncate them to their valid length. Raises ValueError if they are
-        shorter."""
+        """Open the files of the splits and truncate them to what is valid. Raises ValueError if they are shorter."""
         for split in splits:
             count = self.state.counts[split]
             for ending, counted in (("bin", count.tokens * token_bytes), ("lengths", count.documents * 4)):

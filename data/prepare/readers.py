@@ -1,8 +1,7 @@
 """Reads a corpus, files or a dataset, as a stream of tasks.
 
 A task is a piece of input of limited size: a `functools.partial` of one of the `*_records` functions below that
-includes its input, so it gives the same records in every process. Cutting the input is cheap; the processes that
-tokenize also parse the JSON.
+includes its input, so it gives the same records in every process. Cutting is cheap; workers parse JSON.
 
 Of a table one column is read, as bytes or strings; no reader guesses types, and other columns do not matter.
 """
@@ -72,8 +71,7 @@ Tasks = Iterator[tuple[int, Task]]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a corpus: a file, some small text files, or a dataset. tasks: gives the same tasks at each call. files:
-    must not change while they are read."""
+    """A part of a corpus: a file, some small text files, or a dataset. tasks: the same at each call."""
 
     tasks: Callable[[], Tasks]
     files: tuple[Path, ...] = ()
@@ -289,8 +287,7 @@ def _document_tasks(paths: Sequence[Path]) -> Tasks:
 
 def _blocks(path: Path, in_lines: bool = True, translate: bool = True) -> Iterator[tuple[int, int, str]]:
     """(position in the file, number of the first line, text) of blocks of complete lines with about TASK_SIZE
-    characters each. in_lines: False for one block with the whole file. translate: as for `_text`. Raises ValueError for
-    a line or a block that is too long."""
+    characters each. in_lines: False for one block with the whole file. translate: as for `_text`."""
     position, line, held = 0, 1, ""
     for position, piece in _text(path, translate):
         held += piece
@@ -469,8 +466,7 @@ def _arrow_batches(path: Path, field: str) -> Iterator[Any]:
 
 
 def _column(where: Path | str, field: str, names: Sequence[str]) -> str:
-    """The column with the field: its name, or the object `a` of the field "a.b". Raises ValueError unless there is just
-    one."""
+    """Its name, or the object `a` of the field "a.b". Raises ValueError for none or two."""
     column = next((name for name in (field, field.partition(".")[0]) if name in names), None)
     if column is None:
         shown = ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
@@ -481,8 +477,7 @@ def _column(where: Path | str, field: str, names: Sequence[str]) -> str:
 
 
 def _texts(where: Path | str, batch: Any, field: str) -> list[bytes | None]:
-    """The values of a field of an Arrow batch. Raises ValueError for another type than text and bytes, which may be
-    encoded in any way."""
+    """The values of a field of an Arrow batch. Raises ValueError for another type than text and bytes."""
     import pyarrow.compute
 
     name = _column(where, field, batch.schema.names)

@@ -1,5 +1,4 @@
-"""Tokenizes tasks in several processes. The result of a task depends on nothing else, and results keep the order of the
-tasks."""
+"""Tokenizes tasks in several processes. The result of a task depends on nothing else, and results keep their order."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Options:
     """What determines the output besides the inputs and the tokenizer. Raises ValueError for a number out of range.
 
     validation: the share of documents to hold out. max_malformed: the largest share of records that may be skipped; a
-    preparation may resume with another value. max_document_bytes: of UTF-8; a larger document becomes several, all in
-    the split of the whole document.
+    preparation may resume with another value. max_document_bytes: of UTF-8; a larger one becomes several.
     """
 
     validation: float = 0.01
@@ -62,8 +60,7 @@ class Options:
 
 @dataclass
 class SplitCount:
-    """What was written to one dataset: documents, tokens (including those that begin and end documents), bytes of UTF-8
-    text."""
+    """What was written to one dataset: documents, tokens (with those around documents), bytes of text."""
 
     documents: int = 0
     tokens: int = 0
@@ -150,8 +147,7 @@ def _encoded(
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is for validation, by a hash of its text: about `share` of all documents are, and equal
-    documents are in the same split."""
+    """Whether a document is for validation, by a hash of its text: about `share` of all are, and equal ones alike."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64 < share
 
 
@@ -190,8 +186,7 @@ def encode_in_processes(
     context = multiprocessing.get_context("spawn")
     waiting: deque[tuple[Place, Future[Encoded]]] = deque()
     with tempfile.NamedTemporaryFile() as file, ProcessPoolExecutor(number, context, _start, (file.name,)) as pool:
-        # As an argument the encoder would not fit into the pipe of a new process: each start would wait until the
-        # process has imported everything.
+        # As an argument it would not fit into the pipe of a new process, and each start would wait for imports.
         pickle.dump(encoder, file)
         file.flush()
         try:

@@ -1,8 +1,7 @@
 """Save checkpoints and resume from them, on all ranks together.
 
 A save has three stages. After each stage all ranks learn whether any rank failed. If one did, the attempt is removed,
-and earlier checkpoints do not change. A process may be killed at any moment; the next start finds the newest intact
-checkpoint (see files.py).
+and earlier checkpoints do not change. After a kill the next start finds the newest intact checkpoint.
 
     1. rank 0 checks the free space, and makes step_XXXXXXXX.tmp
     2. all ranks write and hash their shards of model and optimizer
@@ -93,8 +92,7 @@ class SaveReport:
 
 
 class _Snapshot(NamedTuple):
-    """The content of a checkpoint. pieces, generators: of this rank. manifest: without files and save index. last: it
-    is the last save of this start."""
+    """The content of a checkpoint. pieces, generators: of this rank. manifest: without them. last: of this start."""
 
     manifest: Manifest
     tensors: Sequence[TensorInfo]
@@ -105,8 +103,7 @@ class _Snapshot(NamedTuple):
 
 
 class _OfRank(NamedTuple):
-    """What a rank sends to rank 0. records: of its files. layouts: the pieces in its files; empty if they are as in the
-    save before."""
+    """What a rank sends to rank 0. records: of its files. layouts: the pieces in its files; empty: as before."""
 
     records: dict[str, FileRecord]
     layouts: dict[str, list[Piece]]
@@ -121,8 +118,7 @@ class Checkpointer:
     long ranks wait for each other while training waits too. progress: of the run.
 
     before_publish: called on rank 0, in any thread, before a checkpoint gets its final name. published: called there
-    after that, with its step and save index. needed: called there; returns the names of checkpoints that must not be
-    removed yet.
+    after that, with its step and save index. needed: called there; returns the names of checkpoints to be kept.
 
     origin: the checkpoint of another run that this run began from. initialized_from: the checkpoint whose weights alone
     it began from. The trainer state has both.
@@ -184,8 +180,7 @@ class Checkpointer:
     # Saving
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Reserve the host memory for saves in the background: this rank's share of weights and moments. `reports`
-        then begins to page-lock it.
+        """Reserve the host memory: this rank's share of weights and moments. `reports` page-locks it.
 
         Raises RefusedError on all ranks if a machine does not have enough.
         """
@@ -217,8 +212,7 @@ class Checkpointer:
         """Save a checkpoint after `step` optimizer steps; returns the folder that it will have.
 
         trainer: the trainer's state, JSON types, the same on all ranks (rank 0 writes it). last: the last save of this
-        start. Does nothing if the step was just saved or resumed from. In the background, it waits only for the save
-        before; `reports` returns the result.
+        start. Does nothing if the step was just saved or resumed from. In the background it waits for the save before.
 
         Raises CheckpointError on all ranks after too many failed saves in a row.
         """
@@ -298,8 +292,7 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def _end(self) -> None:
-        """Wait until no rank saves in the background, and finish the report. It is progress only while a rank's save
-        moves.
+        """Wait until no rank saves in the background, and finish the report. It is progress only while one moves.
 
         It uses the process group of training, whose timeout finds a rank that is stopped or gone as soon as in a step.
         The group of the background has a longer timeout.
@@ -432,12 +425,10 @@ class Checkpointer:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
         resume: `auto` (the newest intact checkpoint under `root`), `required` (the same, and one must exist), `never`,
-        or the folder of a checkpoint; see find.py. allow_mismatch: load although the run's identity differs from the
-        checkpoint's.
+        or the folder of a checkpoint; see find.py. allow_mismatch: load although the identity differs.
 
         Raises RefusedError if the user has to decide: the identity differs, no checkpoint is intact, those of an
-        earlier run are lost, or the given folder is not a checkpoint. Raises CheckpointError if reading fails for
-        another reason.
+        earlier run are lost, or the given folder is not a checkpoint. Raises CheckpointError if reading fails.
         """
         for line in self.sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
             self._warn(f"{self.root}: {line}")
@@ -462,8 +453,7 @@ class Checkpointer:
     def initialize(
         self, given: str, model: nn.Module, step_state: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
-        """Load only the weights of the checkpoint that `given` names (find.py) into `model`; returns that checkpoint.
-        Call it after `resume`.
+        """Load the weights of the checkpoint that `given` names (find.py) into `model`; returns it. Resume first.
 
         resumed: the run has resumed from its own checkpoint. Then this only checks that the run began from `given`, and
         returns None. Raises RefusedError if the user has to decide, CheckpointError if reading fails.
@@ -486,8 +476,7 @@ class Checkpointer:
         *,
         allow_mismatch: bool,
     ) -> Resumed:
-        """Load weights, moments and generators of a checkpoint. Nothing on disk changes. folder: None: the checkpoint
-        of `last_step`.
+        """Load weights, moments and generators of a checkpoint. folder: None: the checkpoint of `last_step`.
 
         The caller loads the trainer's state. Raises CheckpointGoneError on all ranks if the checkpoint is missing or
         damaged; then nothing has changed, because all files are checked before they are loaded. Raises RefusedError if

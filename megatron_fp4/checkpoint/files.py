@@ -76,10 +76,9 @@ class FileRecord:
 class Manifest:
     """Describes a checkpoint.
 
-    save_index: 1 for the first checkpoint of its run, then 2, 3, ... step: optimizer steps done. consumed_*:
-    training samples and tokens until then. world_size: of the job that saved it. identity: see config_diff.py. files:
-    all but the manifest, by their names in the folder. weights_only: it has no optimizer state, so a run can begin from
-    it, but not resume from it.
+    save_index: 1 for the first checkpoint of its run, then 2, 3, ... step: optimizer steps done. consumed_*: training
+    samples and tokens until then. world_size: of the job that saved it. identity: see config_diff.py. files: all but
+    the manifest, by their names in the folder. weights_only: it has no optimizer state; no run resumes from it.
     """
 
     save_index: int
@@ -290,8 +289,7 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
 
 
 def read_trainer(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The trainer state of the checkpoint in `folder`. Raises DamagedCheckpointError if it does not match its record or
-    is no JSON object; OSError."""
+    """The trainer state of the checkpoint in `folder`. Raises DamagedCheckpointError; OSError."""
     text = read_checked(folder, TRAINER, manifest.files)
     try:
         content = json.loads(text)
@@ -303,8 +301,7 @@ def read_trainer(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises DamagedCheckpointError if it is missing, damaged, or of an unknown format;
-    OSError."""
+    """The manifest of a checkpoint. Raises DamagedCheckpointError if it is missing, damaged, or unknown; OSError."""
     with opened(folder, MANIFEST) as file:
         text = file.read(_MOST_BYTES)
     try:
@@ -353,8 +350,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def next_save_index(root: Path, known: int = 0) -> int:
-    """1 + the highest save index under `root`, of checkpoints that were moved aside too. known: of an earlier save,
-    whose checkpoint may be gone."""
+    """1 + the highest save index under `root`, of checkpoints that were moved aside too. known: of an earlier save."""
     for folder in root.glob("step_*[!p]"):  # not *.tmp
         with contextlib.suppress(DamagedCheckpointError, OSError):
             known = max(known, read_manifest(folder).save_index)
@@ -405,8 +401,7 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
 
 
 def move_aside(folder: Path, why: str = "damaged") -> Path:
-    """Rename a checkpoint to `NAME.damaged`, or `NAME.damaged.1` and so on; returns the new path. why: `damaged`, or
-    `returned`."""
+    """Rename a checkpoint to `NAME.damaged`, or `NAME.damaged.1`.... why: `damaged`, or `returned`."""
     target = free_name(folder.with_name(f"{folder.name}.{why}"))
     os.rename(folder, target)
     sync_folder(folder.parent)

@@ -28,11 +28,9 @@ class StandIn:
 
 
 def read_pickle(content: bytes, known: Container[str] | None = None) -> Any:
-    """The object of a pickle: plain values, torch's dtypes, and a StandIn for everything else. As keys of dictionaries,
-    containers are StandIns too.
+    """The object of a pickle: plain values, torch's dtypes, and a StandIn for everything else. Keys are no containers.
 
-    known: the globals that the pickle may name; None: any. Raises ValueError for another one; for content that is no
-    such pickle any exception.
+    known: the globals that it may name; None: any. Raises ValueError for another one; for other content anything.
     """
     stack: list[Any] = []
     marks: list[int] = []

@@ -6,8 +6,7 @@ writes it. A file is hashed while it is written, and while it is read: each rank
 whole file once. Files that no rank needs are read too. This is the only check of a checkpoint's content.
 
 `.metadata` says where each tensor is, as a pickle in the format of torch.distributed.checkpoint. torch reads it with
-`pickle.load`, so whoever can write a checkpoint could run code as its reader. Here pickles.py reads it, and only what
-describes tensors is taken.
+`pickle.load`, so whoever can write a checkpoint could run code as its reader. Here pickles.py reads it.
 """
 
 from __future__ import annotations
@@ -240,8 +239,7 @@ def read_shards(folder: Path, metadata: Metadata, records: Mapping[str, FileReco
     """Copy the tensors of a checkpoint into `state`, the parts that this rank holds.
 
     metadata, state: of the same tensors (`check_tensors`). records: of the checkpoint's files. Returns the names of the
-    files that were read; all of them match their records. Otherwise raises DamagedCheckpointError; then the values in
-    `state` are unusable.
+    files that were read. Otherwise raises DamagedCheckpointError; then `state` is unusable.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, metadata, is_coordinator=False)
@@ -327,8 +325,7 @@ def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> No
 
 
 def _difference(saved: Mapping[str, Any], part: str, tensors: Sequence[TensorInfo]) -> str:
-    """The first difference between the saved and these tensors of the `model` or the `optimizer`, as text; "" if there
-    is none."""
+    """How the saved tensors differ first from these of the `model` or the `optimizer`, as text; "" if there is none."""
     for tensor in tensors:
         one = saved.get(tensor.name)
         if not isinstance(one, TensorStorageMetadata):
@@ -405,8 +402,7 @@ def metadata_of(
     pieces: Mapping[str, Sequence[Piece]],
     objects: Mapping[str, tuple[str, int, int]] | None = None,
 ) -> bytes:
-    """The content of `.metadata`. pieces: of each file, by its name. objects: other objects that a reader may look up:
-    name -> file, start and length.
+    """The content of `.metadata`. pieces: of each file, by its name. objects: others: name -> file, start and length.
 
     Raises ValueError unless the pieces cover every tensor.
     """

@@ -1,12 +1,10 @@
 """Copy the tensors of one instant to the host while training continues.
 
 On a GPU the copies run on their own stream, into memory that is allocated once for the whole run. Weights and moments
-do not change before the next update, so the next forward and backward passes run beside the copies, and only the
-optimizer waits for them.
+do not change before the next update, so the next forward and backward passes run beside the copies.
 
 For this the memory has to be page-locked, which takes long (46 s for 144 GB on one host). A thread locks it piece by
-piece, beside training. A save that comes before the end copies into what is not locked at a lower speed, while training
-waits.
+piece, beside training. A save that comes before the end copies into what is not locked at a lower speed.
 """
 
 from __future__ import annotations
@@ -33,16 +31,14 @@ _PAUSE = 0.01  # seconds, in which a save and the launches of kernels have their
 class Staging:
     """Host memory for the pieces of one rank, and the copies into it.
 
-    pieces: all pieces of the rank; `copy` takes some or all of them, with the same sizes and types. device: of the
-    pieces.
+    pieces: all pieces of the rank; `copy` takes some or all of them, of the same sizes. device: of the pieces.
     """
 
     def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
         self._device = device
         sizes = [-(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
         *starts, size = [0, *itertools.accumulate(sizes)]
-        # Shared memory, because loader processes are forked from this one, and the pages that a device writes to must
-        # not be copied by the fork.
+        # Shared memory, because loader processes are forked from this one and a device writes to these pages.
         self._memory = mmap.mmap(-1, max(size, 1))
         self._staged = {
             (piece.tensor, piece.offsets): torch.frombuffer(

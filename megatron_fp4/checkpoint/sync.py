@@ -1,8 +1,7 @@
 """Run an action on ranks, learn whether any rank failed, and raise the same error on all ranks.
 
-Rank 0 collects the results and sends the verdict to all, so only rank 0's messages grow with the number of ranks. The
-process group is a separate one on the CPU, because a save in the background must not mix with the collectives of
-training.
+Rank 0 collects the results and sends a verdict, so only rank 0's messages grow with the number of ranks. The group is a
+separate one on the CPU, because a save in the background must not mix with the collectives of training.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class CheckpointError(RuntimeError):
 
 
 class RefusedError(CheckpointError, ConfigError):
-    """The user has to decide something; the message has the remedies. If an action raises it on one rank, all raise
-    it."""
+    """The user has to decide something; the message has the remedies. If an action raises it, all ranks do."""
 
 
 class DamageError(CheckpointError):
@@ -127,8 +125,7 @@ class OneProcess(RankSync):
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result or the error. Catches any error, because if one rank raised it alone, the others would wait
-    forever."""
+    """The result or the error. Catches any error, because if one rank raised it alone, others would wait."""
     try:
         return action(), None
     except DamagedCheckpointError as error:

@@ -27,8 +27,7 @@ _WITHOUT_THE_MODEL = {"batch", "rows"}
 def validate(
     config: Config, world_size: int, device_type: str, divided: Mapping[str, Mapping[str, tuple[int, int]]]
 ) -> None:
-    """Raise ConfigError for the first setting, other than of model, recipes and data, that cannot run on `world_size`
-    ranks.
+    """Raise ConfigError for the first setting, other than of model, recipes and data that cannot run on these ranks.
 
     device_type: of the machine, `cuda` or `cpu`. divided: the model's `divided_counts`.
     """
@@ -219,8 +218,7 @@ def _may_log_in() -> bool:
 
 
 class LaunchPlace(NamedTuple):
-    """world_size: number of ranks. rank, local_rank: of this process, in the run and on its machine; None if not
-    set."""
+    """world_size: number of ranks. rank, local_rank: of this process, in the run and on its machine, or None."""
 
     world_size: int
     rank: int | None

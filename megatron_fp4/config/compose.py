@@ -350,9 +350,8 @@ def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Seque
 def _precision(
     key: str, name: str, config: Config, folders: Sequence[Path], path: str
 ) -> tuple[PrecisionConfig, dict[str, str]]:
-    """The precision of the file `name` under precision/, resolved for the model of `config`, without the overrides of
-    the run's own precision. Also the texts of its values from the environment, with keys under `path`. key: the one
-    that names the file, for errors."""
+    """The precision of the file `name` under precision/ for the model of `config`, without the run's overrides. Also
+    texts of values from the environment, with keys under `path`. key: the one that names the file, for errors."""
     texts = {at: text for at, text in config.from_environment.items() if not at.startswith("precision")}
     merged = _with_precision(key, name, as_saved(replace(config, from_environment=texts)), folders)
     keys = _resolved(merged.precision, folders)
@@ -386,8 +385,7 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
 
 
 def _without_added(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`as_saved` of a `Config`, also of an earlier version, without what composing fills in: recipes of exceptions, the
-    precision after a switch."""
+    """`as_saved` of a `Config`, also of an earlier version, without what composing fills in."""
     keys = renewed(keys)
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
@@ -409,8 +407,7 @@ OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
 
 
 def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
-    """Key (`data.phases[0].fraction`) -> text, for every value that depends on an environment variable, directly or
-    through other keys.
+    """Key (`data.phases[0].fraction`) -> text, for every value that depends on an environment variable.
 
     composed: a configuration that can be resolved. path: its key.
     """

@@ -1,5 +1,4 @@
-"""The group `precision` of the configuration: how GEMM operands are quantized, which backend computes them, and when
-the precision changes."""
+"""The group `precision` of the configuration: how GEMM operands are quantized, by which backend, and the switch."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ class SwitchConfig:
     """the precision config to switch to, a name under `configs/precision/`."""
     threshold: Positive = 1.7320508
     interval: AtLeastOne = 50
-    """of `gradient_noise`: the precision switches after three measurements in a row below this ratio; the steps between
-    measurements."""
+    """of `gradient_noise`: three measurements in a row below this ratio switch; the steps between them."""
     rewarm_steps: AtLeastZero = 0
     """steps over which the learning rate rises again from zero after the switch."""
 
@@ -172,11 +170,9 @@ class PrecisionConfig(RecipeConfig):
     backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
     """`auto`: transformer_engine or emulated (docs/numerics.md)."""
     sums: Literal["fp32", "blackwell"] = "fp32"
-    """in which order emulated GEMMs add products: this machine's (`fp32`), or that of Blackwell's tensor cores, bit for
-    bit (NVFP4 only)."""
+    """in which order emulated GEMMs add products: this machine's (`fp32`), or Blackwell's, bit for bit (NVFP4 only)."""
     recheck_interval: AtLeastZero = 0
-    """steps between rechecks (0: never): one quantized linear, another each time, is computed again by the reference; a
-    difference ends the run."""
+    """steps between rechecks (0: never) of a quantized linear by the reference; a difference ends the run."""
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
     exceptions: list[ExceptionConfig] = field(default_factory=list)
     """linears with another recipe. Of several that apply, the first counts, after `bf16_blocks`."""

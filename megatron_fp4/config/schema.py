@@ -105,14 +105,12 @@ class ModelConfig:
     moe_scaling: Positive = 1.0
     """factor of the experts' weights: a token's scores over their sum."""
     moe_weight: Literal["after_down", "before_down"] = "after_down"
-    """where the weight multiplies: after the down projection (transformers) or before it (Megatron; it changes
-    codes)."""
+    """where the weight multiplies: after the down projection (transformers) or before it (Megatron; other codes)."""
     moe_num_groups: AtLeastOne = 1
     moe_top_groups: AtLeastOne = 1
     """equal groups of experts, and from how many of them those of a token are."""
     moe_group_score: Literal["top_2", "top_share"] = "top_2"
-    """of a group: the sum over its best two experts (transformers), or its best `moe_top_k / moe_top_groups`
-    (Megatron)."""
+    """of a group: the sum of its best two (transformers), or its best `moe_top_k / moe_top_groups` (Megatron)."""
     moe_bias_rate: NotNegative = 1e-3
     """by which each step moves an expert's bias, up after few tokens."""
     moe_aux_loss: NotNegative = 1e-4
@@ -129,8 +127,7 @@ class ModelConfig:
     """of initial weights."""
     nvfp4_bf16_blocks: Bf16BlocksDefault = field(default_factory=Bf16BlocksDefault)
     fp8_bf16_blocks: Bf16BlocksDefault = field(default_factory=lambda: Bf16BlocksDefault(first=1, last=2))
-    """the blocks that recipes of these formats keep in BF16; the recipes set `precision.bf16_blocks` to it. A
-    transformer block is two characters."""
+    """the blocks that recipes of these formats keep in BF16; the recipes set `precision.bf16_blocks` to it."""
 
     @property
     def main_pattern(self) -> str:
@@ -189,8 +186,7 @@ class MegatronConfig:
     """`--split`, such as `[949,50,1]`: the first share is for training; the second one is held out, unless
     `data.validation` is set. null: no split, as with `--train-data-path`."""
     train_samples: AtLeastOne | None = None
-    """`--train-samples`, or `--train-iters` times `--global-batch-size`; the order depends on it. null: up to the end
-    of this run."""
+    """`--train-samples`, or `--train-iters` times `--global-batch-size`. null: up to the end of this run."""
     consumed_samples: AtLeastZero = 0
     """samples that Megatron has trained on (with `transitions`, in its last phase)."""
     phases: Literal["transitions", "relaunched"] = "transitions"
@@ -207,18 +203,16 @@ class DataConfig:
     """Where tokens come from."""
 
     kind: str = "builtin"
-    """`builtin` (Python's standard library), `indexed` (files in Megatron's format), or your row of `KINDS` in
-    data/provider.py."""
+    """`builtin` (Python's standard library), `indexed` (Megatron's format), or your row of data/provider.py."""
     cache_dir: PathText | None = None
-    """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs; null:
-    the user's cache directory."""
+    """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs; null: the
+    user's cache directory."""
     sources: dict[str, PathOrPaths] = field(default_factory=dict)
     validation: dict[str, PathOrPaths] = field(default_factory=dict)
     """name -> files (`indexed` only): the path of a `.bin`/`.idx` pair without the ending, a pattern (`/data/web_*`), a
     URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list."""
     tokenizer: PathText | None = None
-    """a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed` only;
-    optional)."""
+    """a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed` only)."""
     eod_token: str | None = None
     """the token that ends documents; null: as the data's `.json` says, else as the tokenizer, else `<|endoftext|>`."""
     order: Literal["documents", "windows", "megatron"] = "documents"
@@ -237,8 +231,7 @@ class DataConfig:
     phases: list[PhaseConfig] = field(default_factory=list)
     """parts of the run, each with its own blend; their lengths add up to the run."""
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
-    """named blends for the phases of experiments, as in `blend: ${data.blends.first}`; your file in configs/data sets
-    them (docs/quickstart.md)."""
+    """named blends for the phases of experiments, as in `blend: ${data.blends.first}` (docs/quickstart.md)."""
     num_workers: NumWorkers = 1
     """loader processes per rank, which prepare micro-batches two steps ahead; 0: none."""
 
@@ -277,14 +270,12 @@ class TrainConfig:
     """`block`: keep only each block's input, and compute the block again in the backward pass; `selective`: keep the
     outputs of GEMMs and attention, and compute the rest again. In BF16, gradients have the same bits in all three."""
     cuda_graphs: AutoSwitch = "auto"
-    """capture forward and backward of a micro-batch once and replay them: the same bits in less host time. `auto`: if
-    possible."""
+    """capture forward and backward of a micro-batch once and replay them: the same bits in less host time."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SpikesConfig:
-    """Steps whose loss or gradient norm is far above that of the steps before (training/callbacks/bad_steps.py has the
-    rule)."""
+    """Steps whose loss or gradient norm is far above those before (the rule: training/callbacks/bad_steps.py)."""
 
     action: Literal["none", "skip", "rollback"] = "none"
     """`skip`: no update with that batch; `rollback`: restore weights and moments of the last checkpoint and continue
@@ -292,8 +283,7 @@ class SpikesConfig:
     threshold: Positive = 6.0
     """in robust standard deviations above the median."""
     window: AtLeastOne = 128
-    """how many accepted steps the median is taken over; half as many, in the same data phase and precision, must come
-    before a spike."""
+    """how many accepted steps the median is taken over; half as many of the same phase and precision come first."""
     max_in_row: AtLeastOne = 5
     """after this many spikes in a row (with `rollback`, since the same checkpoint) the run ends with a diagnosis."""
 
@@ -350,8 +340,7 @@ class CheckpointConfig:
     """of the exported weights, as in scripts/convert.py export-hf. NVFP4 needs a forward pass in NVFP4, so it is not
     possible after a switch."""
     allow_mismatch: bool = False
-    """resume, or initialize, although data, tokenizer or model differ from the checkpoint's. Tensors of other shapes
-    cannot be loaded."""
+    """resume, or initialize, although data, tokenizer or model differ from the checkpoint's."""
 
     @model_validator(mode="after")
     def _exports(self) -> CheckpointConfig:
@@ -431,8 +420,7 @@ class ParallelConfig:
     """`once` a step (less communication; until then a rank keeps the FP32 gradients of its whole tensor-parallel slice)
     or in `each` micro-batch (a rank keeps those of its shard)."""
     reproducible: bool = False
-    """the same bits on any power of two of data-parallel ranks (docs/parallelism.md). The kernels, `tensor` and the
-    micro-batch size must stay."""
+    """the same bits on any power of two of data-parallel ranks, if kernels, `tensor` and the micro-batch size stay."""
     timeout_seconds: Seconds = 600
     """after which a hanging collective aborts the run; at half of it, the run prints which rank holds it up. Ranks also
     wait in a collective while the first rank tunes kernels. A section (a load, a save, a step) that stands still for
@@ -482,15 +470,13 @@ class RunConfig:
     replay_interval: AtLeastZero = 0
     """steps between replays: each rank computes one micro-batch twice; another bit ends the run. 0: never."""
     replicas_interval: AtLeastZero = 100
-    """steps between comparisons of what ranks should hold alike (0: never), also before each checkpoint; a difference
-    ends the run."""
+    """steps between comparisons of what ranks hold alike (0: never), also before checkpoints; a difference ends the run."""
     max_minutes: NotNegative = 0.0
     """stop, with a checkpoint, after the first step that ends this long after the process began (0: no limit)."""
     dry: bool = False
     """only print what the run would need on WORLD_SIZE ranks (memory, messages, time)."""
     dry_mfu: PositiveShare = 0.55
-    """assumed for the time: the share of its BF16 peak that one GPU reaches in BF16 training (measured: 0.56 on an
-    H200)."""
+    """assumed for the time: the share of its BF16 peak that one GPU reaches in BF16 training (H200: 0.56)."""
     dry_ranks_per_host: AtLeastOne = 8
     """assumed for the time of messages: ranks on one host."""
 

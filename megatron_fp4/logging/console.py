@@ -95,8 +95,7 @@ class RunConsole:
         self.text(f"validation after step {step}: {each}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a training step. The bar shows every step; plain lines show every `interval`-th step, the last one and
-        skipped ones."""
+        """Show a training step. Plain lines show every `interval`-th step, the last and skipped ones."""
         if not self._active:
             return
         self._waits.append(metrics.data_wait)
@@ -207,8 +206,7 @@ def plan_shares(plan: Plan) -> str:
 
 
 def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
-    """The recipe of each linear and its reason, in order of execution. Recipes are named by `Plan.short_names`. name:
-    of the plan.
+    """The recipe of each linear and its reason, in order of execution. name: of the plan.
 
     If a model has more than `compact_above` linears, those of the same kind, shape, recipe and reason share a row:
     `blocks.{2..51}.mixer.in_proj` is this linear of all blocks from 2 to 51 that have it.

@@ -53,8 +53,7 @@ class RecordFile:
 
     A line is in the file when `write` returns, so a killed process loses none; it is on the disk when `sync` returns.
     Lines that the disk refuses wait in memory until a later call succeeds. prepare: called before the file is opened;
-    if it raises OSError, it is called again later. If another file replaces this one, that is logged once, and later
-    lines go to the new file.
+    if it raises OSError, it is called again later. If another file replaces this one, that is logged once.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
@@ -73,8 +72,7 @@ class RecordFile:
             self._push()
 
     def sync(self) -> None:
-        """Return when everything written so far is on the disk, or a failure is logged. Other threads may continue to
-        write."""
+        """Return when everything written so far is on the disk, or a failure is logged. Other threads may write on."""
         with self._lock:
             self._push()
             if self._descriptor < 0:
@@ -164,8 +162,7 @@ class Transcript(logging.Handler):
 
 
 def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines, in order: objects with a `step` and a `kind`. kind: only records of this
-    kind; None: all.
+    """The records of a file of JSON lines, in order: objects with a `step` and a `kind`. kind: None: all.
 
     Skips an unfinished last line, which a killed run leaves. Skips other lines that are no records with a warning.
     Raises ValueError for a link or a pipe, OSError.

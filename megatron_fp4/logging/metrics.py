@@ -14,8 +14,7 @@ Each line is a JSON object with a `kind`:
                 one that it changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates has step N.
-Numbers that are not finite are written as `null`, because JSON has no others. files.py handles failures of processes
-and disks.
+Numbers that are not finite are written as `null`, because JSON has no others. files.py handles failing disks.
 
 TensorBoard and wandb group curves by the part before the first slash:
 
@@ -130,11 +129,9 @@ class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
     start: steps done in the checkpoint that the run resumes from. Records of later steps are removed, so that the file
-    has each step once, and the run continues at wandb. 0: a new run; records of an earlier run in the same folder are
-    moved aside (`metrics.jsonl.1`).
+    has each step once, and the run continues at wandb. 0: a new run; earlier ones are moved aside.
 
-    A failure to write is logged and tried again, never raised. Any thread may call `sync`; only one thread may call the
-    other methods.
+    A failure to write is logged and tried again, never raised. Any thread may call `sync`; one thread calls the others.
     """
 
     def __init__(self, config: Config, start: int, active: bool) -> None:
@@ -182,8 +179,7 @@ class MetricsWriter:
             view.event(f"{event} {_json(details)}", step)
 
     def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Record texts of the model after `step` steps. samples: each has `prompt`, `text` (null: not finite) and
-        `ended`."""
+        """Record texts of the model after `step` steps. samples: with `prompt`, `text` (null: not finite), `ended`."""
         self._write({"kind": "event", "step": step, "event": "text", "samples": samples})
         for view in self._views:
             view.texts(samples, step)

@@ -141,8 +141,7 @@ def write_report(
     to; by default, for several runs the first, for a single run that is `trusted` its `logging.baseline` (if that run
     still exists). target: by default `report.html` in the folder of a single run.
 
-    Raises FileNotFoundError or ValueError for a folder without a run with steps, and OSError if the page cannot be
-    written.
+    Raises FileNotFoundError or ValueError for a folder without a run with steps, and OSError if it cannot write.
     """
     opened, note = open_runs(runs), ""
     if target is None and len(opened) > 1:

@@ -123,8 +123,7 @@ def step_axis(axes: Axes, last: float) -> None:
 
 
 def mark_run(axes: Axes, run: RunFolder) -> None:
-    """Shade the data phases, with their names above the frame, and mark restarts, the start of the decay and the
-    precision switch."""
+    """Shade the data phases, with their names above the frame; mark restarts, decay and switch."""
     last = run.steps[-1]["step"]
     for index, (name, start, end) in enumerate(run.phases if len(run.phases) > 1 else ()):
         if index % 2:
@@ -264,8 +263,7 @@ def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder], looks: Seq
 
 
 def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
-    """Step -> gap of the mean held-out loss in percent, over the sources that both runs have, for steps at which both
-    measured all of them."""
+    """Step -> gap of the mean held-out loss in percent, over common sources, where both measured all."""
     pairs = [
         (points, base.validation[source]) for source, points in run.validation.items() if source in base.validation
     ]
@@ -276,8 +274,7 @@ def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
 
 class Quantity(NamedTuple):
     """A quantity of the diagnostics. path: of the number in a linear's record. colors, bounds: a fixed scale, so that a
-    colour means the same number in every picture; dark is worse. The bounds between colours divide the colour map
-    equally."""
+    colour means the same number in every picture; dark is worse. Bounds divide the map equally."""
 
     title: str
     unit: str

@@ -1,7 +1,6 @@
 """Read the folder of a run, for pictures, pages and comparisons.
 
-Folders of older versions lack files and fields, which are empty here. Only a folder without a training step is an
-error.
+Folders of older versions lack files and fields, which are empty here. Only one without a training step is an error.
 """
 
 from __future__ import annotations

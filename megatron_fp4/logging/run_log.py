@@ -180,8 +180,7 @@ class RunLog:
         self._told_to_stop = True
 
     def stopped(self, start: int, step: int, why: str | None) -> None:
-        """Print that the run has stopped after `step` steps and has written everything. start: the steps done when this
-        start began. why: as for `stop`."""
+        """Print that the run has stopped after `step` steps. start: the steps done before. why: as for `stop`."""
         how = f"saved step {step}" if step > start else "there is nothing new to save"
         on = f"step {step} of {self.config.train.steps} on {why or 'a signal to another rank'}"
         self.console.text(f"stopped after {on}: {how}; the same command resumes")

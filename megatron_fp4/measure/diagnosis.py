@@ -131,9 +131,8 @@ def diagnose_nonfinite(
 def diagnose_spike(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState, result: StepResult
 ) -> str:
-    """Run the micro-batches of a refused step again; returns a line, the same on all ranks, that says whether loss and
-    gradient norm are those of `result`, which micro-batches have the largest losses, and which parameters have most of
-    the gradient."""
+    """Run the micro-batches of a refused step again; returns a line that says whether loss and gradient norm are those
+    of `result`, which micro-batches have the largest losses, and which parameters have most of the gradient."""
     losses: list[Tensor] = []
     hook = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
     try:

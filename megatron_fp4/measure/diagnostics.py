@@ -195,8 +195,7 @@ class Probe:
         return probed
 
     def collect(self, names: list[str]) -> dict[str, LinearMeasurement]:
-        """The measurements of the linears in `names`, over all ranks; unmeasured ones are left out. A collective, and a
-        host sync.
+        """The measurements of the linears in `names`, over all ranks, if measured. A collective, and a host sync.
 
         All ranks give the same names in the same order, and have measured the same linears.
         """
@@ -327,8 +326,7 @@ class ProbedCall:
         return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.from_fprop_operand`
 
     def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
-        """Measure one operand. x: [rows, k] as the linear quantizes it, in units of `unit` (see `_source`); `count` of
-        its elements are not padding."""
+        """x: [rows, k] as it is quantized, in units of `unit` (see `_source`); `count` elements are no padding."""
         call = self.call
         operand, rht = call.recipe[slot], call.recipe.gemms[slot.gemm].rht
         if not operand.quantized:
@@ -360,8 +358,7 @@ class ProbedCall:
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
-        """Measure one product. a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up, or
-        None."""
+        """a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up, or None."""
         if not self.call.recipe.gemms[name].quantized:
             return
         sums = torch.zeros(2, dtype=torch.float64, device=a.device)

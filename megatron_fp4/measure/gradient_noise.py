@@ -83,10 +83,9 @@ def gradient_noise(
 ) -> GradientNoise:
     """Compute the gradient of the controller's step twice, without an update; see the top of this file. A collective.
 
-    model, micro_batches, mesh: as for `accumulate`, which the caller may call next: gradients are dropped,
-    weights and recipes are as before, and quantized weights are dropped and made again, with the same codes.
-    controller: of all linears; its StepState has the step. The model must not draw from torch's generators. All ranks
-    have the same number of micro-batches.
+    model, micro_batches, mesh: as for `accumulate`, which the caller may call next: gradients are dropped, weights and
+    recipes are as before, and quantized weights are dropped and made again, with the same codes. controller: of all
+    linears; its StepState has the step. The model draws nothing. Ranks have equally many.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
     """

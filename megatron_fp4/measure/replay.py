@@ -64,8 +64,7 @@ class Difference:
 class Replayed:
     """The result for one micro-batch of each rank in `step` (from 0).
 
-    differences: of all ranks, the earliest first; the same on all ranks. checked: how many checksums this rank
-    compared.
+    differences: of all ranks, the earliest first. checked: how many checksums this rank compared.
     """
 
     step: int

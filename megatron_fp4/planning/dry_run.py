@@ -2,8 +2,7 @@
 
 The model is built and sharded as for training, over torch's `fake` process group, whose collectives return at once.
 Every shape, every division of a size by a mesh and every collective is the program's own, but no tensor has memory or
-values. The first step brings the run into its steady state (moments exist, weights are quantized); the second step is
-measured.
+values. The first step brings the run into its steady state (moments exist, weights are quantized); the second counts.
 
 The backend of the linears runs its own code on an NVIDIA GPU whose kernels do nothing. Operands that have no fused
 kernel (four-over-six in square blocks, unusual transforms, FP32 activations) go through PyTorch, as on a GPU. Of

@@ -22,8 +22,7 @@ from megatron_fp4.quantization.formats import format_of
 # NVIDIA's documentation of Transformer Engine (3.48 times BF16 on a B300, 4096 wide, operands quantized before).
 _REACHED = {"bf16": 0.8, "fp8": 0.75, "fp4": 0.5}
 _BANDWIDTH_REACHED = 0.9
-# Time of a cast with four over six over that of a plain cast: from the authors of Transformer Engine's kernels (pull
-# request 2972).
+# Time of a cast with four over six over that of a plain cast: from Transformer Engine's pull request 2972.
 _FOUR_OVER_SIX = 7.0
 
 

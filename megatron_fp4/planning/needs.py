@@ -2,8 +2,7 @@
 prints tables: memory, messages, FLOPs, time.
 
 `--check` runs in one process and writes nothing but the cache of the built-in corpus. It reads the checkpoint without
-its tensors. Faults that only all ranks together can find (a file that differs between nodes, a slow shared disk) show
-at the start.
+its tensors. Faults between ranks (a file that differs, a slow shared disk) show at the start.
 
 The time of a step is the longest of three bounds:
 
@@ -13,8 +12,7 @@ The time of a step is the longest of three bounds:
     host       Python's time for every linear of every micro-batch and for recomputation, unless CUDA graphs replay
                them: the GPU cannot be faster than the host launches its work
 
-The constants come from profiles on H200s; those of a replay are assumed. docs/parallelism.md compares planned steps
-with measured ones.
+The constants come from profiles on H200s; those of a replay are assumed. docs/parallelism.md compares.
 """
 
 from __future__ import annotations
@@ -75,15 +73,13 @@ _HIDDEN = {"GEMM": 0.95, "others": 0.15, "nothing": 0.0}
 _LOST_AMONG_RANKS = 0.07
 # The share of compute that selective activation checkpointing adds: the 1.2B in BF16 on an H200 takes 509 ms, not 500.
 _SELECTIVE = 0.02
-# Seconds of a collective of a few bytes between two ranks, from a step at tensor-parallel size 4 on NVLink. The depth
-# of a tree of ranks multiplies it.
+# Seconds of a collective of a few bytes between two ranks, on NVLink; times the depth of a tree of ranks.
 _LATENCY = 10e-6
 # A micro-batch that CUDA graphs replay (assumed): the copies of its inputs and two calls.
 _HOST_MS_OF_A_REPLAY = 1.0
 # Each operand in it that draws from a generator (assumed): seeding, and two tiny kernels (precision/rng.py).
 _HOST_MS_OF_A_DRAW = 0.01
-# Python's time for each linear of a micro-batch, and what tensor parallelism adds to it: 0.53 s a micro-batch for the
-# 124 linears of the 12B at size 4.
+# Python's time for each linear of a micro-batch, and what tensor parallelism adds to it: from the 12B at size 4.
 _HOST_MS = 3.0
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
 # GB/s that a rank sends to ranks of other hosts (one adapter of 400 Gb/s).
@@ -92,8 +88,7 @@ _NETWORK_BANDWIDTH = 40.0
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A data phase. batch_size: samples of `train.sequence_length` tokens, which are cut into sequences of
-    `sequence_length` tokens."""
+    """A data phase. batch_size: samples of `train.sequence_length` tokens, cut into sequences of `sequence_length`."""
 
     name: str
     num_steps: int
@@ -170,8 +165,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 def plan_run(
     config: Config, models: ModelProvider, phases: Any, ranks: int, execution: Any, found: Resumed | None = None
 ) -> tuple[DryRun, list[tuple[PlannedPhase, StepTime]]]:
-    """What the run needs on `ranks` ranks, and the time of a step in each phase that is left after the checkpoint
-    `found`.
+    """What it needs on `ranks` ranks, and the time of a step in each phase left after the checkpoint `found`.
 
     config: as `as_planned` returns it. execution: kernels that only allocate.
     """
@@ -387,8 +381,7 @@ def _time_facts(
 
 
 def hidden_share(message: Message) -> float:
-    """The share of a message that runs beside computation, as measured. FSDP2's messages run beside GEMMs, except
-    those in `DryRun.ends`."""
+    """The measured share beside computation. FSDP2's messages run beside GEMMs, but for `DryRun.ends`."""
     return _HIDDEN["GEMM" if message.group in BATCH_AXES else message.beside]
 
 
@@ -417,8 +410,7 @@ def step_time(
         of_replay += _HOST_MS_OF_A_DRAW * len(keyed_operands({row.linear.name: row.recipe for row in plans[0].rows}))
     flops = models.training_flops_per_token(config.model, phase.sequence_length)
     of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, backend != "emulated")
-    # The forward pass is a third of the FLOPs, and assumed to be a third of Python's time. `block` computes it again,
-    # except the head.
+    # The forward pass is a third of the FLOPs and of Python's time (assumed). `block` repeats it, except the head.
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
     replayed = graphs_refusal(config, ranks, "cuda", backend, plans) is None

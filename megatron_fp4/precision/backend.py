@@ -2,21 +2,18 @@
 
 There are three backends: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels on Blackwell
 and Hopper) and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (plan.py)
-gives each linear its backend. A backend multiplies only operands that it made itself. support.py says what each backend
-cannot compute.
+gives each linear its backend. A backend multiplies only operands that it made itself.
 
 `Alignment` describes what kernels require of a linear's sizes; padding, `--check` and tests read it. A linear
 multiplies x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM and a
 number of rows in the other two. A quantized operand needs complete blocks in both directions, because kernels load
 square tiles of the block's size, whichever dimension the scales lie along. So a format has one multiple for all three
-sizes. A Hadamard transform requires a multiple of its size along the dot product that it mixes, and tensor cores may
-require more (`Backend.alignment`).
+sizes. A Hadamard transform requires a multiple of its size, and tensor cores may require more (`Backend.alignment`).
 
     tokens, outputs    the linear pads them with zeros, which changes no code and no product
     inputs             the user chose them as a width of the model; the configuration check refuses other widths
 
-The multiples are the same on every device, because the draws of stochastic rounding depend on an element's position in
-the padded tensor.
+The multiples are the same on every device, because draws depend on positions in the padded tensor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The emulated backend: exact NVFP4, MXFP4, MXFP8 and FP8 GEMMs on any device.
 
-A block-scaled tensor core computes  sum_k (code_a * scale_a) (code_b * scale_b)  in FP32 and then multiplies by the
-FP32 tensor scales. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is exact
-in BF16: an ordinary GEMM of these values with FP32 accumulation, followed by the same multiplication, gives the same
+A block-scaled tensor core computes sum_k (code_a * scale_a) (code_b * scale_b) in FP32 and then multiplies by the FP32
+tensor scales. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is exact in
+BF16: an ordinary GEMM of these values with FP32 accumulation, followed by the same multiplication, gives the same
 result up to the order of accumulation. The tensor scale must *not* be multiplied into the values before they are cast
 to BF16; that would round nearly all of them. E4M3 codes with power-of-two scales are exact in BF16 too; with FP32
-scales they need FP32 operands, or a GEMM that applies the scales block by block. `sums.py` has the order of sums of
-Blackwell's tensor cores, for NVFP4.
+scales they need FP32 operands, or a GEMM that applies the scales block by block. `sums.py` has Blackwell's order.
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
 and cuBLAS compute. PyTorch computes operands that have no kernel (four-over-six in square blocks, unusual transforms,
@@ -262,8 +261,7 @@ class EmulatedBackend(Backend):
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """The fused kernels make the operands that they can, PyTorch the others.
 
-        The kernels compute the maxima of x here. The operands are made in the calls, so that both need not be in memory
-        at once.
+        The kernels compute the maxima of x here. The operands are made in the calls, so that not both are in memory.
         """
 
         def make(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:

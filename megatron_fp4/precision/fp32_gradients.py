@@ -40,8 +40,7 @@ def set_rounding(parameter: Tensor, rounding: Rounding) -> None:
 
 
 def accept_fp32_gradient(parameter: Tensor) -> None:
-    """Make autograd keep FP32 gradients of a parameter of any dtype. Call it before every use, because FSDP2 makes new
-    parameters."""
+    """Make autograd keep FP32 gradients of a parameter of any dtype. Call it before every use: FSDP2 makes new ones."""
     if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
         parameter.grad_dtype = torch.float32
 
@@ -70,8 +69,7 @@ def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
 def gradient_of(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     """The FP32 gradient of this rank's part, contiguous, as a DTensor placed by `spec`.
 
-    The result equals that of `DTensor.from_local`, whose autograd function takes ten times as long. FSDP2 makes its
-    shards in the same way.
+    The result equals that of `DTensor.from_local`, whose autograd function takes ten times as long.
     """
     if spec is None:
         return local

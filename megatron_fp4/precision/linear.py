@@ -27,8 +27,7 @@ overlap with work that does not need their results:
 
 A slice is quantized before it is gathered, with the maximum of the complete tensor and with the draws for its position
 in it. So its codes are those of the complete tensor, and each rank sends a quarter of the bytes and does its share of
-the work. For the backward pass a rank keeps only its own slice of x. Slices that do not consist of complete blocks are
-gathered before they are quantized.
+the work. For the backward pass a rank keeps only its own slice of x. Slices of incomplete blocks are gathered first.
 
 The linears of several experts (`grouped_linear`) are one call: weight [experts, out, in], tokens in segments
 (quantization/segments.py), a tensor scale for each segment and each expert's weight, and a grouped GEMM.
@@ -62,8 +61,7 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
 
     x: [tokens, in] in the compute dtype; with `in_tokens`, this rank's slice of the tokens. weight: parameter [out, in]
     (a DTensor, whose local part is used, or a plain tensor). Returns [tokens, out] in x's dtype, with `keep_padding`
-    including the padding of groups; with `out_tokens`, this rank's slice of the sum over ranks. The weight's gradient
-    is FP32.
+    including the padding of groups; with `out_tokens`, this rank's slice of the sum over ranks.
     """
     return _QuantizedLinear.apply(x, weight, context, _needs_wgrad(weight), None)  # type: ignore[no-any-return, no-untyped-call]
 

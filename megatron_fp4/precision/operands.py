@@ -227,8 +227,7 @@ class Padding:
 
 
 class LinearCall:
-    """One forward pass of one linear and its backward pass: its position in the run, and how the recipe turns each
-    tensor into operands.
+    """A forward pass of a linear and its backward pass: its position in the run, and each tensor's operands.
 
     weight: parameter [out, in]. x: [tokens, in], with `in_tokens` this rank's slice; only its shape, dtype and device
     are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens, or None.
@@ -455,8 +454,7 @@ class GroupedCall(LinearCall):
     """As `LinearCall`, of the linears of several experts: weight [experts, out, in], segments of x [tokens, in].
 
     Inside, the weight is [experts * out, in]. Operands of x and dy have the padding of their segments, which the
-    backend adds; x, y and their gradients do not. Weights are kept as values, because their codes would be
-    unpacked for all experts at every GEMM.
+    backend adds; x, y and their gradients do not. Weights are kept as values: codes would be unpacked at every GEMM.
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
@@ -478,8 +476,7 @@ class GroupedCall(LinearCall):
         return Place(Span(0 if positions is None else positions), segments=self.segments)
 
     def lone(self, number: int, x: Tensor) -> LinearCall:
-        """The call of a lone linear that has the codes and results of a segment, whose rows are `x`. Waits for the
-        device."""
+        """A lone linear's call with the codes and results of a segment, whose rows are `x`. Waits for the device."""
         assert self.segments is not None
         expert, (_, rows) = number // self.segments.sources, self.segments.sizes[number]
         weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]

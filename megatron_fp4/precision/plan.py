@@ -212,8 +212,7 @@ def _names(linear: LinearShape) -> Sequence[str]:
 
 
 def split_contexts(linears: Mapping[str, LinearContext], plan: Plan) -> dict[str, LinearContext]:
-    """The contexts of the plan's linears and parts, by name. linears: those of the modules; each gets the parts into
-    which the plan splits it."""
+    """The contexts of the plan's linears and parts, by name. linears: those of the modules, which get their parts."""
     assert {(row.linear.whole or row.linear).name for row in plan.rows} == linears.keys(), "a plan of another model"
     contexts = {}
     for context in linears.values():
@@ -361,8 +360,7 @@ def _bf16_reason(
 
 
 def _read_plan_file(path: str, known: set[tuple[str, str]], key: str) -> frozenset[tuple[str, str]]:
-    """The linears that the file lists, each with one of its sections, or with "" for all of it. known: those that may
-    be listed."""
+    """The file's linears, each with one of its sections, or with "" for all of it. known: those that may be listed."""
     listed = set[tuple[str, str]]()
     try:
         content = yaml.safe_load(Path(path).read_text())
@@ -390,8 +388,7 @@ def _read_plan_file(path: str, known: set[tuple[str, str]], key: str) -> frozens
 def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     """The first step after the switch that `when` asks for; None for `never` and `gradient_noise`: no fixed step.
 
-    Raises ValueError unless `when` is never, before_decay, gradient_noise, a fraction in (0, 1) or a step in
-    [0, num_steps].
+    Raises ValueError unless `when` is one of these, before_decay, a fraction in (0, 1) or a step in [0, num_steps].
     """
     if when in ("never", "gradient_noise"):
         return None
@@ -448,8 +445,7 @@ class PrecisionController:
 
     A linear uses its new recipe from the next forward pass on; it drops the quantized weights that it kept. linears:
     when it is built, the context of every linear of the model, by name; afterwards of every linear and part of the
-    plan. Each gets `step_state` and `backend` (None: it keeps its own, at first `emulated`). plans: those before and
-    after the switch.
+    plan. Each gets `step_state` and `backend` (None: it keeps its own, at first `emulated`).
     """
 
     def __init__(

@@ -41,8 +41,7 @@ Multiply = Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Gemm:
-    """A GEMM to probe. slot: products of a slot. adds: whether `multiply` takes `total`; scales: whether it takes alpha
-    as well."""
+    """A GEMM to probe. slot: products of a slot. adds: whether `multiply` takes `total`; scales: alpha too."""
 
     name: str
     multiply: Multiply
@@ -70,8 +69,7 @@ class Gemm:
 
 
 def describe(gemm: Gemm, device: torch.device) -> dict[str, str]:
-    """The order in which `gemm` adds up to 8,192 products, by the columns of a table. Sums are rounded to FP32, or to
-    the number of bits that is told."""
+    """The order in which `gemm` adds up to 8,192 products. Sums are rounded to FP32, or as told."""
 
     def left(*witnesses: Witness) -> list[float]:
         return list(gemm.sums(witnesses, device).tolist())

@@ -6,8 +6,7 @@ So its kernels read their keys from a table on the device, with one row for each
 replay the host computes all rows and sends them in one copy. So keys, and codes, are the same with and without graphs.
 
 Transformer Engine draws from a torch generator instead. A graph reads a generator's seed and offset from device memory
-too, and every replay writes the host's values there. So each of these draws has a generator of its own, which `fill`
-seeds with its key.
+too, and every replay writes the host's values there. So each draw has its own, which `fill` seeds.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ def blackwell_product(
 ) -> Tensor:
     """alpha * (a b^T) in Blackwell's order: [m, k] x [n, k] -> [m, n] in `out_dtype`.
 
-    a, b: `code * block scale` of NVFP4, BF16, in blocks of 16 along k. alpha, total, groups: as in `scaled_matmul` of
-    gemm_cuda.py.
+    a, b: `code * block scale` of NVFP4, BF16, in blocks of 16 along k. alpha, total, groups: as in `scaled_matmul`.
     """
     (m, k), n = a.shape, b.shape[0]
     kept = m if groups is None else m // groups.padded * groups.kept

@@ -53,8 +53,7 @@ def validate_precision(precision: PrecisionConfig, device_type: str, key: str = 
 
 
 def refuse_sums(config: Config) -> None:
-    """Raise ConfigError if `precision.sums=blackwell` meets a GEMM whose order is not published, or a native
-    backend."""
+    """Raise ConfigError if `precision.sums=blackwell` meets a GEMM of unknown order, or a native backend."""
     sums, backend = config.precision.sums, config.precision.backend
     if sums == "fp32":
         return
@@ -78,8 +77,7 @@ def refuse_sums(config: Config) -> None:
 
 
 def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = "precision") -> None:
-    """Raise ConfigError if `precision` has a quantized recipe, but its `plan` has no quantized linear. key: as for
-    `validate_precision`."""
+    """Raise ConfigError if `precision` has a quantized recipe, but no linear in `plan` is quantized."""
     recipes = recipes_by_key(precision, key).values()
     if plan.rows and not plan.num_quantized and any(recipe.quantized for recipe in recipes):
         first = plan.rows[0]
@@ -298,8 +296,7 @@ _TORCH_CUDA = (12, 8)
 
 
 def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "precision") -> tuple[str, str] | None:
-    """The first option of `recipe` that a native backend cannot compute on any chip: (key and value, remedy), or None.
-    key: the recipe's key in messages."""
+    """The first option of `recipe` that a native backend cannot compute on any chip: (key=value, remedy), or None."""
     formats, native = TAKES[backend], backend == "transformer_engine"
     # (whether it is refused, the option and its value, what to use instead)
     checks: list[tuple[bool, str, str]] = [
@@ -411,8 +408,7 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
     """The backend for a checked `config` on this machine's `device_type`.
 
     plans: before and after the switch; None without a switch. Raises ConfigError if `precision.backend` is
-    transformer_engine or torch, which cannot run here, or if transformer_engine would run and an environment variable
-    makes it compute inexactly.
+    transformer_engine or torch, which cannot run here, or if an environment variable makes it inexact.
     """
     wanted = config.precision.backend
     if (sums := config.precision.sums) != "fp32":
@@ -441,8 +437,7 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
 
 
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
-    """Why no chip can compute the linears of a checked `config` with the backend `native`; None: some may be able to.
-    plans: as in `choose_backend`."""
+    """Why no chip can compute the linears of a checked `config` with the backend `native`; None: one may."""
     for plan in (plan for plan in plans if plan is not None):
         for row in plan.rows:
             if row.linear.experts > 1:

@@ -75,8 +75,7 @@ if TYPE_CHECKING:
 # About so many elements are compared at once, to limit the reference's memory; the rows are a multiple of
 # `_CHUNK_ROWS`, so that blocks of every format are complete.
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
-# The largest relative step of BF16; and the error of FP32 sums of 16 near zero, in units of the E2M1 grid, whose
-# largest value is that of the block.
+# The largest relative step of BF16; and the error of FP32 sums of 16 near zero, in units of the E2M1 grid.
 _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
 
 
@@ -175,8 +174,7 @@ def _grid_value(positions: Tensor, nearest: bool, up: bool) -> Tensor:
 
 
 def grid_positions(rows: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-    """`rows` [n, k] in units of the E2M1 grid of their blocks, FP32 [n, k]. scales: FP32 [n, k / 16]. amax: the maximum
-    of the tensor that rows are part of."""
+    """`rows` [n, k] in units of the E2M1 grid of their blocks, FP32. scales: FP32 [n, k / 16]. amax: of the tensor."""
     encode = (scales * encode_tensor_scale(amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
     return (rows.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
 
@@ -201,12 +199,10 @@ def product_fault(
     before: Tensor | None = None,
     cancelling: bool = False,
 ) -> tuple[str, float]:
-    """What exceeds the limits in `rows` of the product a b^T, compared with FP64 on the operands' own values (empty:
-    nothing), and the relative error.
+    """What exceeds the limits in `rows` of the product a b^T against FP64 ("": nothing), and the relative error.
 
     groups: the row groups of `a`, whose padding the product leaves out. before: the values of these rows before the
-    product was added to them; None: zeros. cancelling: the tensors are from a run, so sums may cancel more than sums
-    of random numbers do.
+    product was added to them; None: zeros. cancelling: of a run, whose sums may cancel more than random ones.
     """
     left, right = a.unpacked()[rows if groups is None else groups.padded_indices(rows)].to(torch.float64), b.unpacked()
     scale = math.prod(1.0 if made.scale is None else made.scale.to(torch.float64) for made in (a, b))
@@ -382,8 +378,7 @@ def _product_comparisons(
     gathered: Mapping[OperandSlot, Any],
     groups: RowGroups | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Compare fprop, dgrad and wgrad of the backend's own operands with FP64. groups: those of output features, if they
-    have padding."""
+    """Compare fprop, dgrad and wgrad of the backend's own operands with FP64. groups: padded output features."""
     for name in (name for name, gemm in recipe.gemms.items() if gemm.quantized):
         slots = [slot for slot in SLOTS if slot.gemm == name]
         left, right = (made[slot] for slot in slots)
@@ -603,8 +598,7 @@ class _FairRounding:
         return torch.where(self.between, rounded_up - self.probability, 0.0)
 
     def fault(self, excess: Tensor, again: Tensor) -> str:
-        """What exceeds its limit in the excess of several draws, [draws, n, k]; empty: nothing. again: the excess of
-        the first draw when it is repeated."""
+        """What exceeds its limit in the excess of several draws, [draws, n, k]. again: of the first draw, repeated."""
         if torch.equal(excess[0], excess[-1]):
             return "two draws are the same"
         if not torch.equal(excess[0], again):
@@ -635,8 +629,7 @@ class _FairRounding:
 
 
 def _dependence(one: Tensor, other: Tensor, *variances: Tensor) -> str:
-    """A correlation above its limit; empty: none. one, other: the excess of two operands, [draws, n, k] and [draws, k,
-    n]. variances: those of fair draws."""
+    """A correlation above its limit, or "". one, other: the excess of two operands, [draws, n, k] and [draws, k, n]."""
     for what, paired in _PAIRED_BY.items():
         covariance = sum(float((x * y).sum()) for x, y in zip(*paired(one, other), strict=True))
         a, b = paired(*variances)

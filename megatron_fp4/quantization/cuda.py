@@ -59,12 +59,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Side:
-    """An operand for the kernels to make. format: a key of `formats.FORMATS`. block: (rows, columns), columns along the
-    dot product.
+    """An operand to make. format: a key of `formats.FORMATS`. block: (rows, columns), columns along the dot product.
 
-    hadamard: size of the transform along the dot product; 0: none. signs: `fixed`, `none`, or `fresh`: drawn from
-    `signs_key`. key: of the draws of stochastic rounding; None rounds to nearest. ms_eden: quantize by MS-EDEN, with
-    `key` for the draws of block scales.
+    hadamard: size of the transform along the dot product; 0: none. signs: `fixed`, `none`, or `fresh`, from
+    `signs_key`. key: of stochastic rounding; None: to nearest. ms_eden: `key` is of block scales.
     """
 
     format: str
@@ -95,8 +93,7 @@ class Packed(Protocol):
 
 
 class Fused(ABC):
-    """Makes two operands of a tensor x [n, m] by kernels, each on request: along its `columns` [n, k = m], and along
-    its `rows` [m, k = n].
+    """Makes two operands of a tensor x [n, m] by kernels: along its `columns` [n, k = m] and its `rows` [m, k = n].
 
     scales: by direction, FP32 0-dim factors from values to real values, if the format has them. The kernels write them
     when they make the operand. in_segments: whether x may consist of segments, without their padding or with it; the
@@ -204,8 +201,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], co
 
 
 def compiled_ahead(kernel: Kernel, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Compile a kernel for the arguments of `launch`; returns what Triton's `warmup` does, which compiles in threads
-    inside its `AsyncCompileMode`."""
+    """Compile a kernel for the arguments of `launch`; inside Triton's `AsyncCompileMode` in threads."""
     if kernel.types is None:
         return kernel.function.warmup(*arguments, grid=(1,), **constants, **kernel.options)
     types, values = _variant(kernel, arguments[0].dtype == torch.float32, constants)
@@ -243,8 +239,7 @@ def _compiled(
 ) -> tuple[Any, tuple[Any, ...]]:
     """A kernel compiled for the current device, and the values of its constants in the order of its signature.
 
-    device_index: of the current device; it only makes the cache one for each device. names: of `constants`, in the same
-    order.
+    device_index: of the current device, for a cache of its own. names: of `constants`, in the same order.
     """
     types, values = _variant(kernel, fp32, dict(zip(names, constants, strict=True)))
     return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options), values

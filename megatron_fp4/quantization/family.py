@@ -46,8 +46,7 @@ class Grid(NamedTuple):
     largest: float
 
     def round(self, values: Tensor, key: RoundingKey | None = None) -> Tensor:
-        """FP32 `values` [rows, cols], at most `largest`, on the grid: to nearest, or by the draws of `key`. NaN stays
-        NaN."""
+        """FP32 `values` [rows, cols], at most `largest`, on the grid: to nearest, or by the draws of `key`."""
         binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
         spacing = binade.clamp(min=2.0 ** (2 - 2 ** (self.exponent - 1))) * 2.0**-self.mantissa
         if key is None:
@@ -105,8 +104,7 @@ class Member(NamedTuple):
     def encode(
         self, rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, amax: Tensor | None = None
     ) -> QuantizedTensor:
-        """Quantize FP32 [rows, cols]. key: of the draws; None rounds to nearest. amax: as `amax_of_scope`, of all that
-        the scope has; None: of `rows`."""
+        """Quantize FP32 [rows, cols]. key: None rounds to nearest. amax: as `amax_of_scope`; None: of `rows`."""
         element = GRIDS[self.element]
         amax = amax_of_scope(rows, self.scope) if amax is None else amax
         if not self.scale:

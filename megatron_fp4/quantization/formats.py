@@ -183,7 +183,6 @@ def quantize_nvfp4(
 ) -> NVFP4Tensor:
     """`quantize` to NVFP4.
 
-    options: `key`, as in `quantize`; `amax` and `four_over_six`, as in `encode_nvfp4`. If `x` is a shard, `amax` is
-    that of the whole tensor.
+    options: `key`, as in `quantize`; `amax` and `four_over_six`, as in `encode_nvfp4`. `amax` is of the whole tensor.
     """
     return cast(NVFP4Tensor, quantize(x, "nvfp4", block, rounding, **options))

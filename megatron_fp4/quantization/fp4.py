@@ -1,8 +1,7 @@
 """NVFP4 and MXFP4 on an NVIDIA GPU, by the kernels of `kernels/fp4.py`.
 
 The numbers are those of `encode_nvfp4` and `encode_mxfp4` on a CPU, bit for bit, stochastic rounding included.
-`FusedFP4.makes` says which operands the kernels can make; PyTorch on the GPU computes the others, with the same bits,
-but slowly.
+`FusedFP4.makes` says which operands the kernels can make; PyTorch on the GPU computes the others, slowly.
 
 Codes and block scales of an operand share one buffer, so that ranks send each other one message, not two. A tensor of
 several ranks' slices is then [ranks, codes | scales]. Its codes and scales are views whose first dimension is the rank,
@@ -112,11 +111,9 @@ class PackedColumns(_Packed):
     """
 
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes
-        [columns, rows / block].
+        """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes.
 
-        A half of a word has the codes of four rows in one column; the low half is the even column. So as int16, codes
-        are [rows / 4, columns] in memory.
+        A half of a word has the codes of four rows in one column: as int16 codes are [rows / 4, columns].
         """
         codes = self.codes.view(torch.int16).flatten(0, -2).t().contiguous().view(torch.uint8)
         return codes, self.scales.view(torch.uint8).flatten(0, -2).t()
@@ -338,9 +335,8 @@ class FusedFourOverSix(FusedFP4):
 
 
 def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of pairs of columns, as signed 32-bit integers (see `rounding.py`). If
-    the key is in device memory, the kernel adds it; and so it does with an index of positions. columns_apart: how many
-    columns share a draw."""
+    """First arguments of the hashes of rows and of pairs of columns, as int32 (see `rounding.py`). If the key is in
+    device memory, the kernel adds it; and so it does with an index of positions."""
     if key is None:
         return 0, 0
     bits = 0 if key.device is not None else key.key

@@ -8,8 +8,7 @@ operands of a GEMM are transformed along the dot product, the product is unchang
 The sum over a tile is computed in FP32 by the butterflies of the fast transform, in one fixed order, so that CPU, GPU
 and all shapes give the same bits. If 1 / sqrt(size) is a power of two, it is applied before the sums, with the signs:
 that is exact, and sums cannot overflow. For BF16 input each output is rounded once, as in Transformer Engine, whose
-kernel multiplies in BF16 and accumulates in FP32. (For 16 BF16 values of similar size the FP32 sum is exact, so the
-order does not matter.)
+kernel multiplies in BF16 and accumulates in FP32. (For 16 BF16 values of similar size the FP32 sum is exact.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The OCP microscaling formats MXFP4 and MXFP8: one power-of-two scale (UE8M0) for each block of 1x32 or 32x32
-elements, and no tensor scale.
+"""OCP's MXFP4 and MXFP8: one power-of-two scale (UE8M0) for each block of 1x32 or 32x32 elements.
 
 MXFP4 (paper, appendix B.4):
 
@@ -19,8 +18,7 @@ If x is in BF16, every MXFP8 value is exact in BF16: x and the spacing of the co
 number, 2^-133, so values are too, and they have four significant bits. (If x is in FP32, codes of blocks below 1.1e-35
 can stand for less than 2^-133.) An element of at least 2^127 * 31/16 = 3.3e38 is rounded to 2^128, which is infinite.
 
-On an NVIDIA GPU, `FusedMXFP8` makes the same codes of BF16 tensors with the kernels of `kernels/fp8.py`; for MXFP4
-`FusedFP4` (`fp4.py`) does.
+On an NVIDIA GPU, `FusedMXFP8` makes the same codes of BF16 tensors; for MXFP4 `FusedFP4` (`fp4.py`) does.
 """
 
 from __future__ import annotations

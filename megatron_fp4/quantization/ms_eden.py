@@ -22,8 +22,7 @@ the correction is smallest there; what exceeds 6 saturates, and c corrects that 
 for the corrected scale: |u| / code is at most 1.53, and above 1.24 only in blocks with subnormal scales.
 
 Edge cases: Zeros, and blocks whose scale underflows, have zero codes and a zero scale. If the tensor has NaN or inf, so
-has amax, and no value is decoded to a finite number. If amax is below M * 256 / FLT_MAX = 4.6e-36, the edge cases of
-`nvfp4.py` apply.
+has amax, and no value is finite. If amax is below M * 256 / FLT_MAX = 4.6e-36, the edge cases of `nvfp4.py` apply.
 
 On an NVIDIA GPU, `FusedMSEden` rotates, quantizes and corrects with the kernels of `kernels/ms_eden.py`, with the same
 bits. They work along the rows of a tensor. For an operand along the columns, the tensor is transposed first.
@@ -70,8 +69,7 @@ _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 def encode_ms_eden(rows: Tensor, key: RoundingKey, *, amax: Tensor | None = None) -> NVFP4Tensor:
     """Quantize rotated FP32 [rows, cols] by MS-EDEN; cols is a multiple of 128.
 
-    key: of the draws that round the corrected scales, whose columns are the blocks of a row. amax: 0-dim; None: amax of
-    `rows`.
+    key: for rounding the corrected scales, whose columns are a row's blocks. amax: 0-dim; None: of `rows`.
     """
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     tensor_scale = encode_tensor_scale(amax, SCALE_MAX)
@@ -111,8 +109,7 @@ def _rounded_scales(scales: Tensor, key: RoundingKey) -> Tensor:
 
 
 class FusedMSEden(Fused):
-    """MS-EDEN kernels for a tensor [rows, columns]. If there is an operand along its rows (columns), their number is a
-    multiple of 128."""
+    """MS-EDEN kernels for a tensor [rows, columns]. Rows (columns) with an operand along them are a multiple of 128."""
 
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, place)
@@ -129,8 +126,7 @@ class FusedMSEden(Fused):
         return side.ms_eden and side.hadamard == GROUP and side.signs == "fresh" and side.block == (1, BLOCK)
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedColumns:
-        """BF16 values, or along the rows with `keep` codes. The operand along the columns can be made only once: this
-        frees the transpose."""
+        """BF16 values, or along the rows with `keep` codes. Along the columns it can be made once."""
         if along == "columns":
             return self._operands.pop(along).values()
         return self._operands[along].packed() if keep else self._operands[along].values()

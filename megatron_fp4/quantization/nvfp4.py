@@ -1,8 +1,7 @@
 """NVFP4: E2M1 codes, one E4M3 scale for each block of 1x16 or 16x16 elements, one FP32 scale for the tensor.
 
-The arithmetic is FP32, in exactly the order of Transformer Engine's reference for paper appendix B.1-B.3, because any
-other order changes codes. The 1/6 is first folded into the tensor scale; S and 1 / S are true divisions, and so is the
-encode scale:
+The arithmetic is FP32, in exactly the order of Transformer Engine's reference for paper appendix B.1-B.3. The 1/6 is
+first folded into the tensor scale; S and 1 / S are true divisions, and so is the encode scale:
 
     S      = min(6 * 448 / amax, FLT_MAX), or 1 where that is 0 (amax = inf)
     scale  = e4m3(clamp(block_amax * (S * (1/6)), -448, 448))

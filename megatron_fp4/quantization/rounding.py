@@ -14,8 +14,7 @@ The key is split into two 32-bit halves, one for rows and one for columns. Rows 
 thousand hashes), and the exclusive-or of an element's two hashes is mixed once more. The mixing function is
 `lowbias32`, Chris Wellons' finalizer with two multiplications, whose bias is near the statistical minimum. A rank that
 holds a part of a tensor needs to know only where its rows and columns lie in the whole. All arithmetic, that of
-positions included, is modulo 2^32. PyTorch's int32 multiplication wraps as it should; its right shift is arithmetic, so
-the shifted-in sign bits are masked out.
+positions included, is modulo 2^32. PyTorch's right shift is arithmetic, so sign bits are masked out.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ _PADDING_POSITIONS = 2**40
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """counts: int64 [segments], of rows, on the rows' device; each segment follows the one before. rows: of the tensor;
-    those after all segments count as zeros.
+    """counts: int64 [segments], of rows; each segment follows the one before. rows: of the tensor; the rest are zeros.
 
     positions: int64 [rows], where each row lies in the global tensor, ascending within a segment; None: rows follow
     each other from `first`. multiple: segments are padded to it. equal: all segments have this number of rows, a

@@ -18,8 +18,7 @@ blocks, some of whose rows another rank may hold, and that of the tensor. So the
     unpack_rows      codes and scales -> `code * scale` in BF16, which is exact
 
 By PyTorch or by the kernels of `kernels/square_blocks.py`, the numbers are bit for bit those of `encode_nvfp4` and
-`encode_mxfp4` for the whole weight. Only where an MXFP4 block is not finite may codes differ: its scale is NaN, and so
-are its values, whatever the codes.
+`encode_mxfp4` for the whole weight. Only where an MXFP4 block is not finite may codes differ, whose values are NaN.
 
 A weight may consist of equal groups of rows (the heads of a packed projection). Each group is padded with zeros to
 whole blocks, so that no block belongs to two groups. The padding is never stored; `unpack_rows` adds it.

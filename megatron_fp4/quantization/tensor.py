@@ -7,8 +7,7 @@ contiguous, and rows r, r + 32, r + 64 and r + 96 follow each other (`SWIZZLE_32
 
     byte of (r, c) = ((r // 128) * C / 4 + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
-C is the padded number of columns. NVFP4's E4M3 scales (k / 16 columns) and the UE8M0 scales of MX formats (k / 32
-columns) have this layout.
+C is the padded number of columns. NVFP4's E4M3 scales (k / 16 columns) and the UE8M0 scales (k / 32) have it.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class QuantizedTensor:
         return replace(self, elements=elements, scales=scales, negative=negative)
 
     def transposed(self) -> QuantizedTensor:
-        """The transpose of a [rows, cols] tensor in square blocks with scales of one byte, whose codes are the same
-        along both dimensions."""
+        """The transpose of a [rows, cols] tensor in square blocks with scales of one byte."""
         block = self.block[0]
         assert self.block == (block, block), "only square blocks have the same codes along both dimensions"
         # One row of scales for each block; transposed, it is repeated for each of the block's new rows.

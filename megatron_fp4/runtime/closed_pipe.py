@@ -2,8 +2,7 @@
 and with one line when its output goes to a full disk.
 
 SIGPIPE, which Python ignores, would not do: it also comes from pipes and sockets between processes, whose errors must
-be reported, and it skips the cleanup that an exception does. A run of pretrain.py continues training
-(logging/console.py).
+be reported, and it skips the cleanup that an exception does. A run continues training.
 """
 
 from __future__ import annotations

@@ -220,8 +220,7 @@ def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
     ended: returns whether torchrun has asked this process to end.
 
     The first rank of a machine prints. When it has exited, torchrun ends the others. These wait for that and exit with
-    code 0, so that torchrun's report names the rank that printed. A rank that torchrun does not end is the only one
-    with the error, and prints it itself.
+    code 0, so that torchrun's report names the rank that printed. A rank that torchrun does not end prints itself.
     """
     local_rank, path = None, os.environ.get("TORCHELASTIC_ERROR_FILE")
     with contextlib.suppress(ConfigError):  # if the place itself is the error, each rank prints

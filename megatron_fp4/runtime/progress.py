@@ -192,8 +192,7 @@ class Progress:
 
 
 def record_collectives(run_dir: Path) -> None:
-    """Switch on NCCL's flight recorder by torch's environment variables, unless these are set. Call it before the
-    process group is made.
+    """Switch on NCCL's flight recorder, unless it is set. Call it before the process group is made.
 
     When a collective times out, NCCL ends the process in C++; the recorder then writes the last collectives of each
     rank to the run's folder. torch's `torchfrtrace` reads these files and finds which rank did not join which
@@ -344,8 +343,7 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
     """A few lines about the ranks that are behind, stopped, gone or failed, and where the others wait; "" if no rank is
     suspected.
 
-    wait: waits until every rank that is alive has written again. Called only if no rank has visibly failed or stopped
-    on this host.
+    wait: waits until every rank that is alive has written again. Not called if a rank visibly failed or stopped here.
     """
 
     def read() -> dict[int, Report | None]:
@@ -476,8 +474,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _stacks(thread: threading.Thread) -> str:
-    """Where `thread` and the busy threads of pools are: the innermost functions, without reading their source, whose
-    disk may hang."""
+    """Where `thread` and the busy threads of pools are: the innermost functions, without their source."""
     frames = {thread: sys._current_frames().get(thread.ident or 0)}
     frames |= {pooled: frame for pooled, frame in _pooled() if frame.f_code.co_filename != _POOL}
     return "; ".join(

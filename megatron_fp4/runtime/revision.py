@@ -115,8 +115,7 @@ def changed_facts(before: Mapping[str, str], now: Mapping[str, str]) -> list[tup
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Raise ConfigError on all ranks, with rank, name and both values, unless all ranks have the same `facts`. A
-    collective."""
+    """Raise ConfigError on all ranks, unless all ranks have the same `facts`. A collective."""
     of_rank_0: list[Any] = [dict(facts)]
     dist.broadcast_object_list(of_rank_0, src=0)
     changes = changed_facts(of_rank_0[0], facts)

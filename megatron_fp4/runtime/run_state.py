@@ -1,12 +1,9 @@
-"""Two files of a run's folder: `.lock`, so that one run at a time uses it, and `state.json`, the state of the newest
-start.
+"""Two files of a run's folder: `.lock`, so that one run uses it, and `state.json`, the state of the newest start.
 
-The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when the process ends, however it ends; forked
-loader workers do not inherit it; and it works between hosts on network file systems. If a file system has no locks, the
-run warns and trains without one.
+The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when the process ends; forked loader workers do not
+inherit it; and it works between hosts. If a file system has no locks, the run warns and trains without one.
 
-torchrun turns every exit code of its workers into 1, and a killed process has no exit code, so `state.json` records
-what a restart needs to know:
+torchrun turns every exit code of its workers into 1, so `state.json` records what a restart needs:
 
     state           `running` or one of errors.ExitCode; `running` of a process that is gone means that it was killed
     step            of the last save while the run trains, of the last step begun at its end, as in metrics.jsonl
@@ -16,8 +13,7 @@ what a restart needs to know:
     start           RUN_ID, by which a scheduler's script knows its own start
     pid, host, time
 
-The first rank writes the file, and only while it holds the lock: a start that is refused because of another run does
-not touch that run's state.
+The first rank writes the file, and only while it holds the lock: a refused start does not touch another run's.
 
 If `checkpoint` is not 0 and `checkpoints/` is empty, a disk is not mounted or a folder is lost. Then the start is
 refused (checkpoint/find.py) and does not change the file, which may be the only trace of the run.
@@ -127,8 +123,7 @@ def _open_lock(run_dir: Path) -> int:
 
 
 def _acquire(descriptor: int, run_dir: Path, asked_to_stop: Callable[[], bool]) -> None:
-    """Lock the open file and write this process's id into it. Raises as `sole_run` if another process keeps the
-    lock."""
+    """Lock the open file and write this process's id into it. Raises as `sole_run` if another keeps the lock."""
     began = None
     while True:
         try:
@@ -158,8 +153,7 @@ def _acquire(descriptor: int, run_dir: Path, asked_to_stop: Callable[[], bool]) 
 class RunState:
     """Writes the state of a start: `running` on entering the context, at the end that of `ended` or of the exception.
 
-    active: whether this rank writes. progress: has the step of an exception. from_scratch: the run begins at step 0,
-    whatever is in `run_dir`.
+    active: whether this rank writes. progress: has the step of an exception. from_scratch: it begins at step 0 anyway.
     """
 
     def __init__(self, run_dir: Path, active: bool, progress: Progress, from_scratch: bool = False) -> None:
@@ -191,8 +185,7 @@ class RunState:
     def ended(self, code: ExitCode, step: int, reason: str = "") -> ExitCode:
         """Record that this start ended with `code` after `step` steps, wait for all ranks, and return `code`.
 
-        A collective, because torchrun ends all workers as soon as one exits with a code other than 0: all must have
-        written everything before.
+        A collective, because torchrun ends all workers as soon as one exits with a code other than 0.
         """
         self._write(code.state, step, reason)
         dist.all_reduce(torch.zeros(1))  # on the CPU, by gloo: does not wait for a GPU
@@ -250,11 +243,9 @@ def has_lost_checkpoints(run_dir: Path) -> bool:
 
 
 def report_ending(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
-    """Print the line of an expected error that ended a run; returns the exit code. If several ranks have the error, one
-    prints it.
+    """Print the line of an expected error that ended a run; returns the exit code. One rank prints it.
 
-    run_dir: where to record a refusal that came before the run locked its folder; None: nowhere. ended: returns whether
-    this process was asked to end.
+    run_dir: where to record a refusal before the lock; None: nowhere. ended: whether this process was asked to end.
     """
     code = exit_code_of(error)
     if report_error_once(f"pretrain.py: {error}", ended) and code is ExitCode.REFUSED and run_dir is not None:

@@ -1,5 +1,4 @@
-"""Stop a run on request: a signal to any rank, `run.max_minutes` or a file in run.dir ends it on all ranks after the
-same step.
+"""Stop a run: a signal to any rank, `run.max_minutes` or a file in run.dir ends all ranks after the same step.
 
 SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT and SIGQUIT (from schedulers, launchers, terminals and people) only set a
 flag. Each step's all-reduce carries the flag (`requests`), so no rank stops alone; the training loop then saves and
@@ -48,8 +47,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class StopRequest:
     """Listens for signals to this process, from `listen` (or entering it as a context) to `close`.
 
-    received: the first signal, or None. said: whether the line about it is printed, on a rank that prints. began:
-    `time.monotonic()` at construction.
+    received: the first signal, or None. said: whether its line is printed. began: `time.monotonic()`.
     """
 
     def __init__(self) -> None:
@@ -154,8 +152,7 @@ class StopRequest:
 
 
 def stop_request(arguments: list[str]) -> StopRequest:
-    """A StopRequest that listens, unless the command line `arguments` only ask the program to print something. Ctrl-C
-    ends such a program like any command."""
+    """A StopRequest that listens, unless `arguments` only ask to print something. Ctrl-C ends such a program."""
     if {*arguments} & {*PRINTING_OPTIONS}:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return StopRequest()

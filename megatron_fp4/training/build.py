@@ -267,8 +267,7 @@ def graphs_for(
 ) -> MicroBatchGraphs | None:
     """The CUDA graphs of `model`'s micro-batches; None if these run eagerly.
 
-    linears: contexts by name. warn: prints a line if a capture fails on the first rank. The console of other ranks is
-    silent, so these print to stderr.
+    linears: contexts by name. warn: prints a line if a capture fails on the first rank. Other ranks print to stderr.
     """
     if why_eager(config, models) is not None:
         return None

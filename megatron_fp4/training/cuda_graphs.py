@@ -13,9 +13,8 @@ parallel.reproducible every leaf of the tree of sums begins with the `first` gra
     steps            1, 2              3                                      4, 5, ...
     micro-batches    eager             the first two captured and replayed    replayed
 
-Data-parallel ranks gather weights before a step's first micro-batch, into memory that stays, and reduce gradients
-after its last one (parallel/data_parallel.py). A replay has no messages between them, so each captures by itself, and
-one may fail to.
+Data-parallel ranks gather weights before a step's first micro-batch, into memory that stays, and reduce gradients after
+its last one (parallel/data_parallel.py). A replay has no messages between them, so each captures by itself.
 
 The eager steps compile, tune and allocate, which a capture must not do. They already read their keys from device
 memory, so that they compile the same kernels as the graphs use. When shapes, the batch size, recipes or the addresses
@@ -72,8 +71,7 @@ class MicroBatchGraphs:
     """The graphs of a model's micro-batches, for `accumulate`.
 
     linears: the contexts of all linears of the plan, by name. required: whether a failed capture is an error; if not,
-    `warn` is called with a line, and the run continues without graphs. capture: replaces `GpuGraph` in tests without a
-    GPU.
+    `warn` is called with a line, and the run continues without graphs. capture: replaces `GpuGraph` in tests.
     """
 
     def __init__(

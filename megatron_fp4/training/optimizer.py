@@ -41,8 +41,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: boo
     changes it. reproducible: the update of an element does not depend on how ranks shard its parameter.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    # On a CPU, torch's fused kernel rounds the last elements, which do not fill a vector, differently. foreach does
-    # not.
+    # On a CPU, torch's fused kernel rounds the last elements, which do not fill a vector, otherwise.
     fused = not (reproducible and next(model.parameters()).device.type == "cpu")
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
     for parameter in optimizer_parameters(optimizer):  # as torch.optim.Adam._init_group does in the first step
@@ -157,8 +156,7 @@ class WSDSchedule:
         return cls(config.schedule, config.optimizer.lr, config.train.steps)
 
     def switch_step(self, when: str) -> int | None:
-        """The step before which the precision switches, for `precision.switch.when`; see `switch_step` in
-        precision/plan.py.
+        """The step before which the precision switches; see `switch_step` in precision/plan.py.
 
         Raises ValueError as that does, and for a switch before the decay if there is no decay.
         """

@@ -18,8 +18,7 @@ from megatron_fp4.precision.plan import LinearShape
 
 
 class ModelProvider(Protocol):
-    """A module with these functions. An `execution` says which kernels compute the model; only the provider reads
-    it."""
+    """A module with these functions. An `execution` says which kernels compute the model; the provider reads it."""
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for a model that is not possible."""
@@ -85,9 +84,8 @@ class MicroBatch:
     """The fields of a micro-batch that a step needs; the data's own class has them too.
 
     index: within the global batch; it does not depend on the rank. tokens, targets: int64 [micro_batch_size,
-    sequence_length]. documents: int32, the same shape: the number of each token's document; None: not masked.
-    num_documents: in all rows together; None: not masked. num_targets: how many targets count (negative ones do not);
-    None: all.
+    sequence_length]. documents: int32, the same shape: each token's document; None: not masked. num_documents: in all
+    rows together; None: not masked. num_targets: how many targets count (negative ones do not); None: all.
     """
 
     index: int

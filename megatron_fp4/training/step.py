@@ -19,8 +19,7 @@ backward pass, and the mean of a micro-batch is weighted by its share of that nu
 A gradient is a DTensor placed like its parameter, and summed over data-parallel ranks.
 
 With `mesh.reproducible`, no result depends on the number of data-parallel ranks: a tree sums the gradients
-(parallel/reproducible.py), the losses of micro-batches are sent one by one, and the sum of the norm is exact
-(`exact_norm_share`).
+(parallel/reproducible.py), the losses of micro-batches are sent one by one, and the norm's sum is exact.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ from megatron_fp4.training.providers import MicroBatch
 
 
 class GlobalBatch(NamedTuple):
-    """The global batch that a micro-batch belongs to. num_targets: how many of its targets count, int64 0-dim on the
-    device; None: all."""
+    """The global batch that a micro-batch belongs to. num_targets: how many targets count, int64 0-dim; None: all."""
 
     num_micro_batches: int
     num_targets: Tensor | None = None
@@ -80,8 +78,7 @@ class StepResult:
     """The result of a step; the same on all ranks.
 
     loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
-    before clipping. skipped: there was no update, because loss or norm was not finite or (spike) not accepted.
-    requests: of any rank.
+    before clipping. skipped: no update: loss or norm not finite or (spike) not accepted. requests: of any rank.
     """
 
     loss: float
@@ -259,8 +256,7 @@ def update(
 
 @torch.no_grad()
 def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
-    """Sum the gradients of parameters that ranks hold in copies, over those of them that compute different tokens of a
-    micro-batch, in place.
+    """Sum the gradients of parameters that ranks hold in copies, over those that compute different tokens, in place.
 
     With sequence parallelism each rank of a tensor-parallel group computes only its slice of the sequence, so it has
     only a part of the gradient of a replicated parameter (a norm's scale). There is one all-reduce for all of them.

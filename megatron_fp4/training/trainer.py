@@ -106,8 +106,7 @@ class Callback:
         """Take its state from a checkpoint; None: the checkpoint has none."""
 
     def lacking(self, done: int) -> list[str]:
-        """Names of the records and files that a run of `done` steps, which is all, has not written. Called on the first
-        rank alone."""
+        """Names of the records and files that a run of `done` steps lacks. Called on the first rank alone."""
         return []
 
     def start(self, done: int) -> None:
@@ -326,15 +325,13 @@ class Trainer:
         self.begin(resumed.step)
 
     def begin(self, done: int) -> None:
-        """Prepare a quiet trainer, which saves no checkpoints and whose weights have values, to call `steps` after
-        `done` steps."""
+        """Prepare a quiet trainer whose weights have values to call `steps` after `done` steps."""
         self.log.open(done)
         for callback in self.callbacks:
             callback.start(done)
 
     def save(self, done: int, last: bool = False) -> None:
-        """Save the checkpoint of `done` steps, or start to save it in the background. last: it is the last one of this
-        start."""
+        """Save the checkpoint of `done` steps, or start to. last: it is the last one of this start."""
         for callback in self.callbacks:
             callback.on_checkpoint(done)
         self.progress.at(done, "save")  # after callbacks with phases of their own
@@ -419,8 +416,7 @@ class Trainer:
         return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
 
     def _find_missing(self) -> list[str]:
-        """Names of the records and files that a run with all steps done has not written, because it was killed. A
-        collective."""
+        """Names of the records and files that a run with all steps done has not written. A collective."""
         steps = self.config.train.steps
 
         def look() -> list[str]:
@@ -523,8 +519,7 @@ class Trainer:
 
 
 def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Raise ConfigError for the first reason not to start a run, or a dry run, that this process can find before any
-    data is opened."""
+    """Raise ConfigError for the first reason not to start a run that this process can find before data is opened."""
     # A dry run may plan for another machine.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, models, data, place_in_run().world_size, device_type)

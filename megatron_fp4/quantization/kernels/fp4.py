@@ -461,8 +461,7 @@ def four_over_six_kernel(
     encode_6 = nan_min(tl.div_rn(1.0, scale_6 * inverse), 3.4028234663852886e38)
     encode_4 = nan_min(tl.div_rn(1.0, scale_4 * inverse), 3.4028234663852886e38)
     if (amax > 8.673617379884035e-19) & (amax < 1.2676506002282294e30):
-        # Multiplied by a power of two that brings amax near 1, no number overflows or loses digits, and the two errors
-        # compare as before.
+        # Multiplied by a power of two that brings amax near 1, no number overflows or loses digits.
         error_6 = error_of(values, scale_6, encode_6, amax * power, power, 1.0, SQUARED, True)
         error_4 = error_of(values, scale_4, encode_4, amax * power, power, 1.0, SQUARED, True)
     else:

@@ -1,8 +1,7 @@
 """FP8 in blocks and MXFP8 as Triton kernels: the quantizers, bit for bit as the reference, and a GEMM for FP32 scales.
 
 E4M3 codes times power-of-two scales (MXFP8, or FP8 with this option) are exact in BF16. Then an operand is a BF16
-tensor of values, and an ordinary GEMM multiplies it. MXFP8 operands that wait for the backward pass are kept as codes,
-and decoded there.
+tensor of values, and an ordinary GEMM multiplies it. MXFP8 operands wait as codes for the backward pass.
 
 Codes times FP32 scales are not exact in BF16. So tensor cores multiply the codes, which are, block by block along the
 dot product, and each block's FP32 sum is multiplied by the scales of its two operands, as FP8 tensor cores do it:

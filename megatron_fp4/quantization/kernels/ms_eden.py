@@ -197,8 +197,7 @@ def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
     return scaled
 
 
-# Loads and stores of single rows, in assembly: for each of its own, Triton analyses the whole program, and compiles for
-# minutes.
+# Loads and stores of single rows, in assembly: for each of its own, Triton analyses the whole program for minutes.
 
 
 @triton.jit

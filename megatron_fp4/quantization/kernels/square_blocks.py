@@ -1,5 +1,4 @@
-"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which defines terms
-and names the exception.
+"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which has the terms.
 
     maxima     a part's rows -> the largest magnitude of each block, [row blocks, columns / BLOCK]
     quantize   a part's rows and the maxima -> codes and scales
@@ -10,8 +9,7 @@ program of the first two works on BLOCKS blocks side by side; it leaves out rows
 group. Rows of x may be FP32; they are then rounded to BF16. `unpack` takes codes and scales as flat: a row of a block
 is PAIRS bytes of codes and one scale, whichever row it is.
 
-As in `fp4.py`, divisions are IEEE's, subnormals are not flushed, nothing is contracted into FMA, and sums that round
-are written as in the reference.
+As in `fp4.py`, divisions are IEEE's, subnormals are not flushed, and nothing is contracted into FMA.
 """
 
 # mypy: disable-error-code="assignment"

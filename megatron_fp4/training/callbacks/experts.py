@@ -120,8 +120,7 @@ class Experts(Callback):
 
     @torch.no_grad()
     def _count_zeros(self) -> None:
-        """Of each block: the zeros in the gradients of its experts, and how many elements these have; this rank's
-        share."""
+        """Of each block: the zeros in the gradients of its experts, and their elements; this rank's share."""
         mesh, parameters = self.trainer.mesh, dict(self.trainer.model.named_parameters())
         for name in self._routers:
             counts = torch.zeros(2, dtype=torch.float64, device=mesh.device)

@@ -72,8 +72,7 @@ Choices = dict[tuple[str, Key], dict[str, Any]]
 
 
 class Kernels(Callback):
-    """Pins the configurations of autotuned kernels before the first kernel runs, and keeps compiled ones. folder: for
-    choices of earlier runs on this machine."""
+    """Pins the configurations of autotuned kernels before the first kernel runs, and keeps compiled ones."""
 
     name = "autotuning"
 
@@ -242,8 +241,7 @@ def _is_gpu_code(name: str) -> bool:
 def rehearsal(
     mixers: Iterable[Any], config: Config, lengths: Iterable[int], device: torch.device
 ) -> Callable[[], None]:
-    """A function for `pin_kernels` that runs the autotuned kernels of `mixers` once for each of the sequence
-    `lengths`."""
+    """A function for `pin_kernels` that runs the autotuned kernels of `mixers` for each of the `lengths`."""
     train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
     different, masked = tuple(dict.fromkeys(lengths)), config.data.documents == "masked"
 

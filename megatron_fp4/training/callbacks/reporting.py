@@ -153,8 +153,7 @@ class Records(Callback):
 
 
 class Summary(Callback):
-    """After a finished run has closed its records, prints a table and writes summary.json and loss.png. A disk that
-    refuses these files is not an error."""
+    """After a finished run has closed its records, prints a table and writes summary.json and loss.png."""
 
     def lacking(self, done: int) -> list[str]:
         run_dir = Path(self.trainer.config.run.dir)
@@ -265,8 +264,7 @@ def start_script(path: Path, arguments: Sequence[str], output: IO[bytes] | int) 
 
 
 class LiveReport(Callback):
-    """Rewrites report.html every `minutes` while the run trains, in a process beside the first rank; a step never waits
-    for it."""
+    """Rewrites report.html every `minutes` while the run trains, in a process beside the first rank; no step waits."""
 
     def __init__(self, minutes: float) -> None:
         self._seconds, self._began = 60 * minutes, time.monotonic()
@@ -348,8 +346,7 @@ def model_table(
 
 
 def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> Table:
-    """The data phases, and what they take from each source. If a phase has more than `_MOST_SOURCES`, its sources with
-    the most epochs.
+    """The data phases, and what they take from each source. Of more than `_MOST_SOURCES`, those with the most epochs.
 
     planned: each phase's span, and the shares and epochs of its sources. length: tokens of a sample.
     """
@@ -375,8 +372,7 @@ def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> T
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The device's peak in BF16, dense, in TFLOP/s; None if it is not known: a CPU, another GPU, a part of a GPU
-    (MIG)."""
+    """The device's peak in BF16, dense, in TFLOP/s; None if it is not known: a CPU, another GPU, a part (MIG)."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -407,8 +403,7 @@ def energy_counter(device: torch.device) -> Callable[[], float | None]:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """The peak memory of this process since it began, in GiB: on a GPU, of torch's allocator; on a CPU, resident
-    memory, including libraries."""
+    """The peak memory of this process in GiB: on a GPU, of torch's allocator; on a CPU, resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
