@@ -205,8 +205,8 @@ class DataConfig:
     kind: str = "builtin"
     """`builtin` (Python's standard library), `indexed` (Megatron's format), or your row of data/provider.py."""
     cache_dir: PathText | None = None
-    """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs; null: the
-    user's cache directory."""
+    """folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of URLs; null: the user's
+    cache directory."""
     sources: dict[str, PathOrPaths] = field(default_factory=dict)
     validation: dict[str, PathOrPaths] = field(default_factory=dict)
     """name -> files (`indexed` only): the path of a `.bin`/`.idx` pair without the ending, a pattern (`/data/web_*`), a
@@ -470,7 +470,7 @@ class RunConfig:
     replay_interval: AtLeastZero = 0
     """steps between replays: each rank computes one micro-batch twice; another bit ends the run. 0: never."""
     replicas_interval: AtLeastZero = 100
-    """steps between comparisons of what ranks hold alike (0: never), also before checkpoints; a difference ends the run."""
+    """steps between comparisons of what ranks hold alike (0: never), also before saves; a difference ends the run."""
     max_minutes: NotNegative = 0.0
     """stop, with a checkpoint, after the first step that ends this long after the process began (0: no limit)."""
     dry: bool = False
