@@ -128,7 +128,8 @@ def _of_any_rows(compiled: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(compiled)
     def marking(*arguments: Any) -> Any:
         for tensor in arguments:
-            torch._dynamo.mark_dynamic(tensor, 0)
+            if isinstance(tensor, Tensor):
+                torch._dynamo.mark_dynamic(tensor, 0)
         return compiled(*arguments)  # type: ignore[call-arg]
 
     return marking  # type: ignore[return-value]

@@ -5,7 +5,8 @@
     w = scaling s / (sum of s over K)                     for the experts in K
     y = from_latent(sum_K w down(relu(up(to_latent(x)))^2)) + shared(x)
 
-Without latent experts to_latent and from_latent are left out. The shared expert is an FFN for every token.
+Without latent experts to_latent and from_latent are left out. The shared expert is an FFN for every token. With
+`moe_activation=swiglu` all experts are gated FFNs; their up projection then has gate and up, packed as in GatedMLP.
 
 The router is FP32: weight, bias, products, gradient. Of equal scores the expert with the lowest number is chosen. The
 bias has no gradient: after each step it rises for experts with fewer tokens than the mean of the global batch and falls
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,7 @@ from torch.autograd import Function
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.expert_parallel import Exchange
-from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, RowParallelLinear
+from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, Layout, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
@@ -44,7 +46,7 @@ from megatron_fp4.quantization.segments import Segments
 from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.mlp import MLP, activation, check_tiles
+from models.mlp import MLP, GatedMLP, activation, check_tiles, swiglu
 from models.positions import Documents, NewTokens
 from models.published import HuggingFaceBlock, Section, Sections
 
@@ -205,6 +207,11 @@ def weighted_squared_relu(x_nf: Tensor, weight_n: Tensor) -> Tensor:
     return (x_nf.relu().square() * weight_n[:, None]).to(x_nf.dtype)
 
 
+def weighted_swiglu(layout: Layout, groups: int, x_nf: Tensor, weight_n: Tensor) -> Tensor:
+    """weight silu(gate) up, [n, f]; as `weighted_squared_relu`."""
+    return (swiglu(layout, groups, x_nf) * weight_n[:, None]).to(x_nf.dtype)
+
+
 def dispatch(x_td: Tensor, token_n: Tensor, row_tk: Tensor, sum_rows: Callable[..., Tensor]) -> Tensor:
     """The rows of an `Order`, [n, d]. sum_rows: `sum_of_rows`, compiled or not."""
     return _Dispatch.apply(x_td, token_n, row_tk, sum_rows)  # type: ignore[return-value]
@@ -302,7 +309,7 @@ class MoE(Mixer):
         },
         # vLLM multiplies the shared expert's width by n_shared_experts.
         fixed={"mlp_hidden_act": "relu2", "mlp_bias": False, "norm_topk_prob": True, "n_shared_experts": 1},
-        without_key={"moe_score": "sigmoid", "moe_group_score": "top_2"},
+        without_key={"moe_score": "sigmoid", "moe_group_score": "top_2", "moe_activation": "squared_relu"},
         keys_always=False,  # engines take a model with n_routed_experts for one with experts
     )
 
@@ -313,13 +320,18 @@ class MoE(Mixer):
         width, inner = _width(config), config.moe_ffn_dim
         latent = bool(config.moe_latent_dim)
         self.to_latent = ColumnParallelLinear(config.hidden_dim, width, mesh) if latent else None
-        self.experts_up = Experts(config, width, inner, mesh, config.init_std)
+        self.experts_up = Experts(config, width, _up_rows(config), mesh, config.init_std)
         self.experts_down = Experts(config, inner, width, mesh, config.init_std * config.num_blocks**-0.5)
         self.from_latent = RowParallelLinear(width, config.hidden_dim, mesh) if latent else None
-        self.shared_experts = MLP(_shared(config), mesh, execution)
+        self.shared_experts = _ffn(config)(_shared(config), mesh, execution)
         exchanged = mesh.experts is not None
-        self._activation = activation(execution, rows_vary=exchanged)
-        self._weighted = execution.recomputed(execution.pure(weighted_squared_relu, rows_vary=exchanged))
+        self._activation: Callable[..., Tensor] = activation(execution, rows_vary=exchanged)
+        weighted = execution.pure(weighted_squared_relu, rows_vary=exchanged)
+        self._weighted: Callable[..., Tensor] = execution.recomputed(weighted)
+        if config.moe_activation == "swiglu":
+            packed = GatedMLP.linears(replace(config, ffn_dim=inner))[0]
+            pure = [execution.recomputed(execution.pure(each, exchanged)) for each in (swiglu, weighted_swiglu)]
+            self._activation, self._weighted = (partial(each, (packed.sections,), packed.groups) for each in pure)
         self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)
@@ -415,7 +427,7 @@ class MoE(Mixer):
         width_key, num_experts = "model.moe_latent_dim" if latent else "model.hidden_dim", config.moe_num_experts
         experts: Any = {"experts": num_experts, "active": config.moe_top_k / num_experts}
         title = "the experts' up projection"
-        up = LinearShape("experts_up", 0, width, inner, input_key=width_key, title=title, **experts)
+        up = LinearShape("experts_up", 0, width, _up_rows(config), input_key=width_key, title=title, **experts)
         title = "the experts' down projection"
         down = LinearShape("experts_down", 0, inner, width, input_key="model.moe_ffn_dim", title=title, **experts)
         linears = [up, down]
@@ -424,7 +436,7 @@ class MoE(Mixer):
             title = "the projection from latent experts"
             from_latent = output_projection("from_latent", config, latent, "model.moe_latent_dim", title)
             linears = [to_latent, up, down, from_latent]
-        for shape in MLP.linears(_shared(config)):
+        for shape in _ffn(config).linears(_shared(config)):
             key = shape.input_key.replace("model.ffn_dim", "model.moe_shared_ffn_dim")
             linears.append(replace(shape, name=f"shared_experts.{shape.name}", input_key=key))
         return linears
@@ -441,6 +453,16 @@ class MoE(Mixer):
 def _width(config: ModelConfig) -> int:
     """In which experts read and write."""
     return config.moe_latent_dim or config.hidden_dim
+
+
+def _ffn(config: ModelConfig) -> type[MLP]:
+    """The kind of every expert."""
+    return GatedMLP if config.moe_activation == "swiglu" else MLP
+
+
+def _up_rows(config: ModelConfig) -> int:
+    """Outputs of an expert's up projection."""
+    return config.moe_ffn_dim * (2 if config.moe_activation == "swiglu" else 1)
 
 
 def _shared(config: ModelConfig) -> ModelConfig:

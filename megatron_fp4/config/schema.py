@@ -98,6 +98,8 @@ class ModelConfig:
     """of an expert's inner layer."""
     moe_shared_ffn_dim: AtLeastOne = 512
     """of the shared expert's, which every token passes."""
+    moe_activation: Literal["squared_relu", "swiglu"] = "squared_relu"
+    """of all experts."""
     moe_latent_dim: AtLeastZero = 0
     """width of the experts' inputs and outputs (0: `hidden_dim`)."""
     moe_score: Literal["sigmoid", "softmax"] = "sigmoid"

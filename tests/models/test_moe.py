@@ -52,6 +52,14 @@ def chosen_by(scores: Tensor, bias: Tensor, config: ModelConfig) -> list[int]:
     return sorted(candidates, key=lambda e: (-float(choice[e]), e))[: config.moe_top_k]
 
 
+def activated(x: Tensor, config: ModelConfig) -> Tensor:
+    """Gate and up are in turns of 16."""
+    if config.moe_activation == "squared_relu":
+        return x.relu().square()
+    gate, up = x.unflatten(-1, (-1, 2, 16)).transpose(-3, -2).flatten(-2).unbind(-2)
+    return gate * gate.sigmoid() * up
+
+
 def moe_reference(x: Tensor, weights: dict[str, Tensor], config: ModelConfig, length: int) -> Tensor:
     """Token by token, expert by expert."""
     logits = x @ weights["router.weight"].t()
@@ -62,13 +70,14 @@ def moe_reference(x: Tensor, weights: dict[str, Tensor], config: ModelConfig, le
         experts = chosen_by(score.detach(), weights["bias"], config)
         total, row = sum(score[e] for e in experts), torch.zeros_like(token)
         for e in experts:
-            inner = (weights["experts_up.weight"][e] @ token).relu().square()
+            inner = activated(weights["experts_up.weight"][e] @ token, config)
             row = row + config.moe_scaling * score[e] / total * (weights["experts_down.weight"][e] @ inner)
         rows.append(row)
     y = torch.stack(rows)
     if config.moe_latent_dim:
         y = y @ weights["from_latent.weight"].t()
-    shared = (x @ weights["shared_experts.up_proj.weight"].t()).relu().square()
+    gated = config.moe_activation == "swiglu"
+    shared = activated(x @ weights[f"shared_experts.{'gate_' * gated}up_proj.weight"].t(), config)
     return y + shared @ weights["shared_experts.down_proj.weight"].t()
 
 
@@ -80,6 +89,8 @@ def moe_reference(x: Tensor, weights: dict[str, Tensor], config: ModelConfig, le
         {"moe_latent_dim": 16, "moe_num_groups": 4, "moe_top_groups": 2},
         {"moe_num_experts": 16, "moe_top_k": 4, "moe_num_groups": 4, "moe_group_score": "top_share"},
         {"moe_num_experts": 16, "moe_top_k": 4, "moe_num_groups": 4},
+        {"moe_activation": "swiglu"},
+        {"moe_activation": "swiglu", "moe_weight": "before_down", "moe_latent_dim": 16},
     ],
 )  # fmt: skip
 def test_experts_equal_their_formula(mesh: ParallelMesh, changes: dict[str, Any]) -> None:
@@ -167,10 +178,10 @@ def test_gradients_do_not_depend_on_micro_batches(mesh: ParallelMesh) -> None:
         assert all(relative_error(gradients[name], expected) < 1e-5 for name, expected in found[0].items())
 
 
-@pytest.mark.parametrize("weight", ["after_down", "before_down"])
-def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, weight: str) -> None:
+@pytest.mark.parametrize("changes", [{}, {"moe_weight": "before_down"}, {"moe_activation": "swiglu"}])
+def test_a_recomputed_block_neither_counts_twice_nor_routes_anew(mesh: ParallelMesh, changes: dict[str, Any]) -> None:
     """The bias changes between forward and backward: the recomputation would choose other experts."""
-    config = replace(SMALL, pattern="ME/E", moe_aux_loss=0.1, moe_weight=weight)
+    config = replace(SMALL, pattern="ME/E", moe_aux_loss=0.1, **changes)
     tokens, targets = tokens_and_targets(config)
     found = {}
     for recompute in ("none", "block", "selective"):
