@@ -54,7 +54,7 @@ def test_the_losses_of_the_page_are_those_of_the_records() -> None:
     rows = re.findall(r"^\| `(\w+_s\d)` \| \d+ \|(.*)\|$", (ROOT / "docs" / "research.md").read_text(), re.MULTILINE)
     assert len(rows) == len([*RECORDS.glob("*_s[0-9].tar.xz")])
     for run, cells in rows:
-        losses, base = final_losses(run), re.sub(r"(nvfp4_best|nvfp4_gates|nvfp4|control|mxfp8)_", "bf16_", run)
+        losses, base = final_losses(run), re.sub(r"(nvfp4(_best|_gates)?|control|mxfp8|mxfp4(_none)?)_", "bf16_", run)
         mean = sum(losses.values()) / len(losses)
         expected = [f"{value:.4f}" for value in (losses["prose"], losses["code"], mean)]
         of_bf16 = sum(final_losses(base).values()) / len(losses)
