@@ -163,7 +163,7 @@ def uses_signs(gemms: Iterable[Gemm]) -> bool:
 def uses_amax(gemms: Iterable[Gemm]) -> bool:
     """Whether `amax` has an effect on any of `gemms`."""
     operands = (operand for gemm in gemms for operand in gemm.operands if operand.quantized)
-    return any(format_of(operand.format).scope in ("tensor", "row") for operand in operands)
+    return any(format_of(operand.format).scope not in ("", "128") for operand in operands)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A name is ELEMENT_SCALE (`e2m1_e5m2`), ELEMENT_SCALE_SCOPE (`e2m1_e4m3_row`) or 
 
     ELEMENT  a code       e2m1 and e1m2 (INT4's grid -7..7, halved) in 4 bits; e3m2 and e2m3 in 6; e4m3 and e5m2 in 8
     SCALE    of a block   e1m6, e2m5, e3m4, e4m3, e5m2, e6m1 and e8m0 (arXiv 2505.19115, Fig. 1), e5m3; never negative
-    SCOPE    that shares an FP32 scale: the `tensor`, a `row` of the operand, or `128` elements along the dot product
+    SCOPE    that shares an FP32 scale: the `tensor`, a `row` of the operand, `128` elements along the dot product, or
+             a `column`, one element of each dot product (Smooth-SwiGLU, arXiv 2409.12517: x of the down projection)
 
 EeMm has e exponent and m mantissa bits, the bias 2^(e-1) - 1 and subnormals (`GRIDS`). max(F) is the largest value of a
 format, round rounds to nearest, ties to the even code, and saturates. A is the largest magnitude of the scope, a that
@@ -16,7 +17,8 @@ of the block. All arithmetic is FP32, from left to right, in the order of NVFP4 
     code   = round(clamp(x * encode, -max(ELEMENT), max(ELEMENT))), or stochastically
     value  = code * scale * (A / (max(ELEMENT) * max(SCALE)))
 
-Without SCALE there is one scale, as in fp8.py: encode = max(ELEMENT) / A (1 if A is 0), value = code * (1 / encode).
+Without SCALE there is one scale, as in fp8.py: encode = max(ELEMENT) / A, value = code * (1 / encode). With the scope
+`column`, x * S takes the place of x, a is its maximum, and scale and encode are those without a scope.
 
 So e2m1_e4m3_tensor in blocks of 16 has NVFP4's codes and e2m1_e8m0 in blocks of 32 MXFP4's; neither has their kernels,
 and no tensor core multiplies the others. Where A or a is NaN or inf, no value that it scales is finite.
@@ -31,8 +33,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.rounding import FP32_MAX, RoundingKey, rounding_draws, to_ue8m0_up, ue8m0_values
-from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks, tensor_decode_scale
 
 SIZES = (8, 16, 32, 64, 128)
 
@@ -92,14 +95,14 @@ class Member(NamedTuple):
         square if the tensor and its transpose have the same codes."""
         if not self.scale:
             return ((16 if self.scope == "tensor" else 1, 16),)
-        squares = () if self.scope in ("row", "128") else tuple((size, size) for size in SIZES)
+        squares = () if self.scope in ("row", "column", "128") else tuple((size, size) for size in SIZES)
         return (*((1, size) for size in SIZES), *squares)
 
     @property
     def exact(self) -> torch.dtype:
         """The dtype that holds every `code * block scale`."""
         bits = GRIDS[self.element].mantissa + 1 + (GRIDS[self.scale].mantissa + 1 if self.scale else 0)
-        return torch.bfloat16 if bits <= 8 and self.scope not in ("row", "128") else torch.float32
+        return torch.bfloat16 if bits <= 8 and self.scope in ("", "tensor") else torch.float32
 
     def encode(
         self, rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, amax: Tensor | None = None
@@ -109,18 +112,21 @@ class Member(NamedTuple):
         amax = amax_of_scope(rows, self.scope) if amax is None else amax
         if not self.scale:
             assert amax is not None
-            encode = _divide(element.largest, amax).clamp(max=FP32_MAX)
-            encode = torch.where(amax == 0, torch.ones_like(encode), encode)
+            encode = encode_tensor_scale(amax, 1.0, element.largest)
             decode = torch.where(torch.isfinite(amax), encode.reciprocal(), float("nan"))
-            encode, scales = (part.expand(rows.shape[0], 1) for part in (encode, torch.ones_like(decode)))
+            encode = encode * torch.ones_like(rows[:, :1])
+            scales = torch.ones_like(encode)
         else:
-            grid, maxima = GRIDS[self.scale], block_amax(rows, block)
-            if amax is None:
-                wanted, inverse = maxima / torch.full_like(maxima, element.largest), None
+            grid, inverse = GRIDS[self.scale], None
+            if amax is not None:
+                tensor_scale = encode_tensor_scale(amax, grid.largest, element.largest)
+                decode = tensor_decode_scale(amax, grid.largest, element.largest)
+            if self.scope == "column":
+                rows = rows * tensor_scale
+            maxima = block_amax(rows, block)
+            if self.scope in ("", "column"):
+                wanted = maxima / torch.full_like(maxima, element.largest)
             else:
-                tensor_scale = _divide(element.largest * grid.largest, amax).clamp(max=FP32_MAX)
-                tensor_scale = torch.where(tensor_scale == 0, torch.ones_like(tensor_scale), tensor_scale)
-                decode = amax / torch.full_like(amax, element.largest * grid.largest)
                 if self.scope == "128":
                     tensor_scale, decode = (
                         part.repeat_interleave(128 // block[1], dim=1) for part in (tensor_scale, decode)
@@ -136,13 +142,15 @@ class Member(NamedTuple):
         codes = element.round(scale_blocks(rows, encode).clamp_(-element.largest, element.largest), key)
         if amax is None or self.scope == "tensor":
             return FamilyTensor(codes, scales, block, exact=self.exact, factor=None if amax is None else decode)
+        if self.scope == "column":
+            scales = scales.repeat_interleave(rows.shape[1] // scales.shape[1], dim=1)
         return FamilyTensor(codes, scales * decode, block, exact=self.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTensor(QuantizedTensor):
-    """elements: FP32 values on the element's grid. scales: FP32, the FP32 scale of a row or of 128 elements included.
-    factor: that of the tensor, FP32 0-dim; None: 1."""
+    """elements: FP32 values on the element's grid. scales: FP32, the FP32 scale of a row, a column (then one for each
+    element) or 128 elements included. factor: that of the tensor, FP32 0-dim; None: 1."""
 
     factor: Tensor | None = None
 
@@ -154,18 +162,13 @@ class FamilyTensor(QuantizedTensor):
         return (values if self.factor is None else values * self.factor).to(dtype)
 
 
-def _divide(dividend: float, divisor: Tensor) -> Tensor:
-    # On CUDA PyTorch divides a Python number by multiplying it with the reciprocal.
-    return torch.div(torch.full_like(divisor, dividend), divisor)
-
-
 def amax_of_scope(rows: Tensor, scope: str) -> Tensor | None:
-    """The largest magnitude of FP32 [rows, cols] in each scope: 0-dim for `tensor`, [rows, 1] for `row`, [rows, cols /
-    128] for `128`; None without a scope."""
+    """The largest magnitude of FP32 [rows, cols] in each scope: 0-dim for `tensor`, [rows, 1] for `row`, [1, cols]
+    for `column`, [rows, cols / 128] for `128`; None without a scope."""
     if scope == "128":
         return block_amax(rows, (1, 128))
-    if scope == "row":
-        return rows.abs().amax(1, keepdim=True)
+    if scope in ("row", "column"):
+        return rows.abs().amax(int(scope == "row"), keepdim=True)
     return rows.abs().amax() if scope else None
 
 
@@ -175,6 +178,6 @@ def members() -> Iterator[Member]:
         for scale in ("e1m6", "e2m5", "e3m4", "e4m3", "e5m2", "e6m1", "e5m3", "e8m0"):
             yield Member(element, scale)
             if scale != "e8m0":
-                yield from (Member(element, scale, scope) for scope in ("tensor", "row", "128"))
+                yield from (Member(element, scale, scope) for scope in ("tensor", "row", "column", "128"))
     yield from (Member(element, "e8m0") for element in ("e3m2", "e2m3"))
-    yield from (Member(element, "", scope) for element in ("e4m3", "e5m2") for scope in ("tensor", "row"))
+    yield from (Member(element, "", scope) for element in ("e4m3", "e5m2") for scope in ("tensor", "row", "column"))

@@ -75,7 +75,8 @@ class Format:
 
     def amax_groups(self, place: Place) -> tuple[ProcessGroup, ...]:
         """The groups of ranks over which `amax` of rows at `place` is reduced."""
-        return {"tensor": place.amax_groups, "row": Place(columns=place.columns).amax_groups}.get(self.scope, ())
+        rows, columns = Place(rows=place.rows), Place(columns=place.columns)
+        return {"tensor": place, "row": columns, "column": rows}.get(self.scope, Place()).amax_groups
 
     def multiple(self, block: tuple[int, int]) -> int:
         """What the columns of an operand in blocks of `block` are a multiple of."""

@@ -78,9 +78,9 @@ def encode_nvfp4(
     return NVFP4Tensor(round_e2m1(scaled, key), scales, block, rows < 0, amax=amax, scale_max=scale_max)
 
 
-def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX, code_max: float = E2M1_MAX) -> Tensor:
     """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1); of the shape of `amax`."""
-    scale = torch.div(torch.full_like(amax, E2M1_MAX * scale_max), amax).clamp(max=FP32_MAX)
+    scale = torch.div(torch.full_like(amax, code_max * scale_max), amax).clamp(max=FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

@@ -48,12 +48,12 @@ ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
 W8, (X_46, W_46) = Operand("mxfp8", (32, 32)), (replace(operand, four_over_six="absolute") for operand in (X, W2))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
-# Scales of rows, of tensors and of 128 elements, and codes of 4, 6 and 8 bits.
+# Scales of columns, rows, tensors and 128 elements, and codes of 4, 6 and 8 bits.
 INT4 = Operand("e1m2_e5m3_tensor", (8, 8))
 FAMILY = Recipe(
     "family",
-    Gemm(Operand("e2m1_e4m3_row", (1, 32)), INT4),
-    Gemm(Operand("e5m2_tensor", (16, 16), SR), INT4),
+    Gemm(Operand("e2m1_e4m3_column", (1, 32)), INT4),
+    Gemm(Operand("e5m2_row", (1, 16), SR), INT4),
     Gemm(Operand("e2m1_e1m6_128", (1, 16), SR), Operand("e3m2_e8m0", (1, 32)), 16),
 )
 # They cover every format, transform and source of operands, and operands in BF16.

@@ -234,6 +234,8 @@ def values_of(name: str) -> np.ndarray:
 
 def _within(x: np.ndarray, scope: str) -> np.ndarray:
     """The largest magnitude of each element's scope, of the shape of x."""
+    if scope == "column":
+        return np.broadcast_to(np.abs(x).max(axis=0), x.shape)
     rows = {"tensor": x.reshape(1, -1), "row": x, "128": x.reshape(-1, 128)}[scope]
     return np.broadcast_to(np.abs(rows).max(axis=1, keepdims=True), rows.shape).reshape(x.shape)
 
@@ -241,9 +243,16 @@ def _within(x: np.ndarray, scope: str) -> np.ndarray:
 def family(x: np.ndarray, name: str, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A format of quantization/family.py: (clamped x * encode, FP32; signed code values; decoded values, FP64)."""
     parts = name.split("_")
-    element, scope = parts[0], next((part for part in parts if part in ("tensor", "row", "128")), "")
+    element, scope = parts[0], next((part for part in parts if part in ("tensor", "row", "column", "128")), "")
     scale = parts[1] if parts[1] != scope else ""
     table, largest = values_of(element), F32(values_of(element).max())
+    if scope == "column" and scale:
+        with np.errstate(all="ignore"):
+            top = largest * F32(values_of(scale).max())
+            scaled, codes, values = family(
+                x * np.minimum(top / _within(x, scope), FLT_MAX), f"{element}_{scale}", block
+            )
+        return scaled, codes, values * (_within(x, scope) / float(top))
     with np.errstate(all="ignore"):
         if not scale:
             encode = np.minimum(largest / _within(x, scope), FLT_MAX)

@@ -53,10 +53,15 @@ def test_powers_of_two_and_values_of_the_format_pass_through_and_parts_have_the_
     whole = quantize(x, name, block, "stochastic", key=key)
     if form.scope or MEMBERS[name].scale == "e8m0":
         assert torch.equal(quantize(x / 512, name, block).dequantize(), quantize(x, name, block).dequantize() / 512)
+    if form.scope == "column":  # Smooth-SwiGLU's purpose: what channels are multiplied by changes no code
+        by_channel = 2.0 ** torch.arange(-128, 128).clamp(-20, 20)
+        smooth = quantize(x * by_channel, name, block).dequantize()
+        assert torch.equal(smooth, quantize(x, name, block).dequantize() * by_channel)
     if not form.scope and MEMBERS[name].scale in ("e3m4", "e4m3", "e8m0"):
         once = quantize(x, name, block).dequantize()
         assert torch.equal(quantize(once, name, block).dequantize(), once)
-    amax, here = form.amax(x), {"tensor": (), "row": (slice(32, None),), "128": (slice(32, None), slice(1, None))}
+    row, here = slice(32, None), {"tensor": (), "column": (slice(None), slice(128, None))}
+    amax, here = form.amax(x), here | {"row": (row,), "128": (row, slice(1, None))}
     part = {} if amax is None else {"amax": amax[here[form.scope]]}
     found = quantize(x[32:, 128:], name, block, "stochastic", key=key.at(Place(Span(32), Span(128))), **part)
     assert torch.equal(found.dequantize(), whole.dequantize()[32:, 128:])
@@ -67,9 +72,12 @@ def test_powers_of_two_and_values_of_the_format_pass_through_and_parts_have_the_
 def test_a_non_finite_element_leaves_nothing_that_it_scales_finite(name: str, value: float) -> None:
     x, block, scope = torch.randn(32, 256), blocks_of(name)[0], FORMATS[name].scope
     x[3, 140] = value
-    width = {"128": 128, "row": 256}.get(scope, block[1])
+    width = {"128": 128, "row": 256}.get(scope, block[1] if MEMBERS[name].scale else 1)
     expected = torch.full((32, 256), scope == "tensor")
-    expected[3, 140 // width * width :][:width] = True
+    at = slice(140 // width * width, 140 // width * width + width)
+    expected[3, at] = True
+    if scope == "column":
+        expected[:, at if value != value else 140] = True
     for rounding in ("nearest", "stochastic"):
         values = quantize(x, name, block, rounding, key=rounding_key(0)).dequantize()
         assert torch.equal(~values.isfinite(), expected)
