@@ -55,10 +55,11 @@ _LEAST_SUM = 1e-20
 
 
 class Routing(NamedTuple):
-    """The experts of each token, ascending, int64 [t, k]; their weights, FP32 [t, k]; and the auxiliary loss of each
-    sequence, FP32 (None: without gradients, or it is off)."""
+    """The experts of each token, ascending, int64 [t, k]; the tokens of each expert, int64 [e]; the weights of experts,
+    FP32 [t, k]; and the auxiliary loss of each sequence, FP32 (None: without gradients, or it is off)."""
 
     expert_tk: Tensor
+    counts_e: Tensor
     weight_tk: Tensor
     loss: Tensor | None
 
@@ -87,7 +88,7 @@ class Router(nn.Module):
         config = self.config
         logits_te: Tensor = _Logits.apply(x_td, local_parameter(self.weight))
         s_te = logits_te.sigmoid() if config.moe_score == "sigmoid" else logits_te.softmax(-1)
-        expert_tk, balanced_be = decided(lambda: self._choose(s_te.detach(), sequence_length))
+        expert_tk, counts_e, balanced_be = decided(lambda: self._choose(s_te.detach(), sequence_length))
         chosen_tk = s_te.gather(1, expert_tk)
         weight_tk = chosen_tk / (chosen_tk.sum(-1, keepdim=True) + _LEAST_SUM) * config.moe_scaling
         losses = []
@@ -98,23 +99,24 @@ class Router(nn.Module):
         if config.moe_z_loss and torch.is_grad_enabled():
             squares_bs = logits_te.logsumexp(-1).square().unflatten(0, (-1, sequence_length))
             losses.append(config.moe_z_loss * squares_bs.mean(1))
-        return Routing(expert_tk, weight_tk, sum(losses[1:], losses[0]) if losses else None)
+        return Routing(expert_tk, counts_e, weight_tk, sum(losses[1:], losses[0]) if losses else None)
 
-    def _choose(self, s_te: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-        """The experts of each token, and for each sequence how often an expert is among the best without bias and
-        groups, int64 [sequences, e]. Counts tokens."""
+    def _choose(self, s_te: Tensor, sequence_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of each token, the tokens of each expert, and for each sequence how often an expert is among the
+        best without bias and groups, int64 [sequences, e]. Adds to `load` and `entropy`."""
         config = self.config
         choice_te = s_te + self.bias
         if config.moe_num_groups > 1:
             choice_te = choice_te.masked_fill(~_in_best_groups(choice_te, config), float("-inf"))
         expert_tk = _best(choice_te, config.moe_top_k).sort(-1).values
         balanced_sk = _best(s_te, config.moe_top_k).unflatten(0, (-1, sequence_length)).flatten(1)
+        counts_e = count_tokens(expert_tk.view(1, -1), config.moe_num_experts)[0]
         if self.load is not None:
-            self.load += count_tokens(expert_tk.view(1, -1), config.moe_num_experts)[0]
+            self.load += counts_e
         if self.entropy is not None:
             p_te = _shares(s_te)
             self.entropy -= torch.xlogy(p_te, p_te).sum(dtype=torch.float64)
-        return expert_tk, count_tokens(balanced_sk, config.moe_num_experts)
+        return expert_tk, counts_e, count_tokens(balanced_sk, config.moe_num_experts)
 
     @torch.no_grad()
     def balance(self, load: Tensor) -> None:
@@ -166,20 +168,18 @@ def count_tokens(expert_bn: Tensor, num_experts: int) -> Tensor:
 
 
 class Order(NamedTuple):
-    """Rows of tokens, sorted by expert and then by token. counts_e: rows of each expert. token_n: the token of each
-    row. row_tk: the rows of each token. All int64."""
+    """Rows of tokens, sorted by expert and then by token. token_n: the token of each row. row_tk: the rows of each
+    token. Both int64."""
 
-    counts_e: Tensor
     token_n: Tensor
     row_tk: Tensor
 
     @classmethod
-    def of(cls, expert_tk: Tensor, num_experts: int) -> Order:
+    def of(cls, expert_tk: Tensor) -> Order:
         """The order of the rows of `Routing.expert_tk`."""
         sorted_n = expert_tk.flatten().sort(stable=True).indices
         row_n = torch.empty_like(sorted_n).scatter_(0, sorted_n, torch.arange(len(sorted_n), device=sorted_n.device))
-        counts_e = count_tokens(expert_tk.view(1, -1), num_experts)[0]
-        return cls(counts_e, sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
+        return cls(sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
 
 
 def sum_of_rows(y_nd: Tensor, row_tk: Tensor, weight_tk: Tensor | None) -> Tensor:
@@ -339,9 +339,9 @@ class MoE(Mixer):
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
         routing = self.router(x_td, sequence_length)
-        order = Order.of(routing.expert_tk, self.num_experts)
+        order = Order.of(routing.expert_tk)
         first_token = self.experts_up.context.step_state.captured_micro_batch * len(x_td)
-        counts, number_n, exchange = order.counts_e, first_token + order.token_n, None
+        counts, number_n, exchange = routing.counts_e, first_token + order.token_n, None
         if self._expert_ranks is not None:
             exchange = self._exchange(self._expert_ranks, counts, number_n)
             counts, number_n = exchange.counts, exchange.tokens

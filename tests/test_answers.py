@@ -43,7 +43,7 @@ def test_version_and_help_need_no_torch() -> None:
     assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
 
-def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(capsys) -> None:
+def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(capsys, tmp_path: Path) -> None:
     assert answer(["train.steps=3", "--check"], CONFIGS) is None and capsys.readouterr() == ("", "")
     assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
@@ -51,9 +51,11 @@ def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(ca
     for more, shown in (([], "${oc.env:HOME}"), (["--resolve"], os.environ["HOME"])):
         assert answer([reference, "--cfg", "job", *more], CONFIGS) == 0
         assert yaml.safe_load(capsys.readouterr().out)["data"]["cache_dir"] == shown
-    command = [sys.executable, "pretrain.py", "--info", "defaults", "precision=bf16"]  # Hydra changes logging
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/mine.yaml").write_text("name: mine\n")
+    command = [sys.executable, "pretrain.py", "--info", "defaults", f"--config-dir={tmp_path}", "precision=mine"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert told.returncode == 0 and re.search(r"\| precision/bf16 .*\| precision ", told.stdout)
+    assert told.returncode == 0 and re.search(r"\| precision/mine .*\| precision ", told.stdout)
     assert answer(["--info", "keys"], CONFIGS) == 2 and "write one of all, config" in capsys.readouterr().err
     assert answer(["--cfg", "all"], CONFIGS) == 2 and answer(["--cfg", "job", "train.stepz=3"], CONFIGS) == 2
 

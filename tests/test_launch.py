@@ -14,13 +14,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_fp4 import launch
 from tests.programs import ROOT
 
-# A worker without torch: prints that it listens, waits for a signal and ends as a stopped run.
+# A worker without torch: prints that it listens, waits for a signal and ends as a stopped run, but not before the other
+# one has its signal: torchrun sends TERM after the first end, and of two that wait, the later may be handled first.
 _WORKER = """
 import os, time
 from megatron_fp4.runtime.signals import StopRequest
 stop = StopRequest().listen()
 os.write(1, b"listening\\n")  # in one write, since two workers share the pipe
 while not stop.said:  # until its thread has printed its line; the last step of a run is long enough
+    time.sleep(0.01)
+open("told" + os.environ["RANK"], "w").close()
+while not (os.path.exists("told0") and os.path.exists("told1")):
     time.sleep(0.01)
 os.write(1, f"saved on {stop.received.name}\\n".encode())
 os._exit(75)

@@ -102,6 +102,8 @@ def test_a_mesh_axis_of_other_micro_batches_follows_from_its_row(tree: Tree) -> 
     """Losses, norms, weights and moments have the bits of two replicas."""
     tree.follow("a mesh axis")
     assert tree.run("axis", 2, "parallel.mirror=2") == tree.run("replicas", 2, "parallel.replicate=2")
+    both = tree.run("axis", 1, "--check", "parallel.mirror=2", "parallel.replicate=2")
+    assert "parallel.mirror=2 and parallel.replicate=2: gradients are summed over one such axis" in both
 
 
 SGD = """
@@ -121,6 +123,8 @@ def test_an_optimizer(tree: Tree) -> None:
     newest = checkpoint / (checkpoint / "latest").read_text().strip()
     refused = tree.run("adamw", 1, *common[1:], f"checkpoint.resume={newest}", "train.steps=9")
     assert "was saved by another optimizer: the checkpoint has no tensor optimizer." in refused
+    checked = tree.run("adamw", 1, *common[1:], f"checkpoint.resume={newest}", "train.steps=9", "--check")
+    assert checked.splitlines()[-1] == refused.splitlines()[-1]
     builder = tree.root / "megatron_fp4/training/optimizer.py"
     builder.write_text(builder.read_text().replace("        return Momentum(groups, config.lr)", SGD))
     assert tree.run("sgd", 1, *common).split()[:3] == own.split()[:3]  # the last loss, and the hash of all

@@ -52,10 +52,10 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
     return dict(leaves(nested))
 
 
-def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A line for each field that differs, with both values; empty for the same run."""
+def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """A line with both values for each field that differs, by field; empty for the same run."""
     pairs = {name: (saved.get(name, _ABSENT), current.get(name, _ABSENT)) for name in sorted({*saved, *current})}
-    return [f"{name}: {one!r} in the checkpoint, {now!r} now" for name, (one, now) in pairs.items() if one != now]
+    return {name: f"{name}: {a!r} in the checkpoint, {b!r} now" for name, (a, b) in pairs.items() if a != b}
 
 
 class Change(NamedTuple):

@@ -30,17 +30,18 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, run_identity
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
-from megatron_fp4.checkpoint.shards import METADATA, check_tensors, load_tensors, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, check_tensors, load_tensors, read_metadata, state_of
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.run_state import STATE_FILE, number_in_state
@@ -52,8 +53,11 @@ KEYWORDS = ("auto", "required", "never")
 RESUME, INITIALIZE = "checkpoint.resume", "checkpoint.initialize_from"
 # Keys of the model that existing weights do not depend on: how weights are drawn, and the chunks of the scan.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
-# Keys of the model on which its parameters do not depend.
-_SAME_SHAPES = tuple(f"{key}: " for key in (*_FREE, "model.rope", "model.rope_base", "model.norm_eps"))
+# Keys of the model on which the shapes of its parameters do not depend.
+_SAME_SHAPES = _FREE | {f"model.{key}" for key in ("rope", "rope_base", "norm_eps")}
+_SAME_SHAPES |= {
+    f"model.moe_{key}" for key in ("top_k", "score", "scaling", "weight", "num_groups", "top_groups", "group_score")
+}
 
 
 @dataclass(frozen=True)
@@ -269,14 +273,15 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
         remedies = ["Set these back", "choose another run.dir"]
         if _may_differ(differences):
             remedies.append("resume anyway with checkpoint.allow_mismatch=true")
-        raise RefusedError(f"{folder} belongs to another run: {'; '.join(differences)}. {', or '.join(remedies)}")
-    return differences
+        lines = "; ".join(differences.values())
+        raise RefusedError(f"{folder} belongs to another run: {lines}. {', or '.join(remedies)}")
+    return list(differences.values())
 
 
-def _may_differ(differences: Sequence[str]) -> bool:
-    """Whether a start with `checkpoint.allow_mismatch` accepts these differences: the weights have the same shapes, and
-    the steps took the same samples."""
-    return not any(line.startswith(("model.", "train.")) and not line.startswith(_SAME_SHAPES) for line in differences)
+def _may_differ(keys: Iterable[str]) -> bool:
+    """Whether a start with `checkpoint.allow_mismatch` accepts differences of these keys: the weights have the same
+    shapes, and the steps took the same samples."""
+    return not any(key.startswith(("model.", "train.")) and key not in _SAME_SHAPES for key in keys)
 
 
 def checkpoint_of(key: str, given: str) -> tuple[Path, Manifest, Origin]:
@@ -362,7 +367,7 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
             for name, record in manifest.files.items():
                 with files.opened(folder, name, record):
                     pass
-            files.read_checked(folder, METADATA, manifest.files)  # `check_weights` reads its content
+            files.read_checked(folder, METADATA, manifest.files)  # `check_state` reads its content
             return files.read_trainer(folder, manifest)
 
         return sync.on_rank0("read it", look)
@@ -379,9 +384,9 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
     return found
 
 
-def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> None:
-    """Raise RefusedError if the weights that a start of `config` would load differ from `model`'s in names, types or
-    shapes. found: from `preview`; None: the weights are those of `checkpoint.initialize_from`, if it is set.
+def check_state(config: Config, found: Resumed | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise RefusedError if what a start of `config` would load into `model` and `optimizer` differs from theirs in
+    names, types or shapes. found: from `preview`; None: it loads the weights of `checkpoint.initialize_from`, if set.
     """
     given = config.checkpoint.initialize_from
     if found is not None:
@@ -394,7 +399,8 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
         metadata = read_metadata(files.read_checked(folder, METADATA, manifest.files))
     except DamagedCheckpointError as error:
         raise RefusedError(f"{folder} is damaged: {error}; give another checkpoint") from error
-    check_tensors(folder, metadata, {"model": model.state_dict()})
+    state = state_of(model, optimizer)
+    check_tensors(folder, metadata, state if found is not None else {"model": state["model"]})
 
 
 def check_resume(config: Config) -> None:
@@ -437,7 +443,7 @@ def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], 
         remedies = ["Set these keys back", "give another checkpoint"]
         if _may_differ(differences):
             remedies.append("begin anyway with checkpoint.allow_mismatch=true")
-        problem = f"is of another model or tokenizer: {'; '.join(differences)}"
+        problem = f"is of another model or tokenizer: {'; '.join(differences.values())}"
         raise RefusedError(f"{INITIALIZE}={folder} {problem}. {', or '.join(remedies)}")
 
 

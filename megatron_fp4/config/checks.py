@@ -52,6 +52,10 @@ def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tu
                 f"parallel.{axis.key}={size}, but nothing in this run is divided among the ranks of that axis; set "
                 f"parallel.{axis.key}=1"
             )
+    summed = [f"parallel.{axis.key}={sizes[axis.key]}" for axis in AXES if axis.key and axis.divides == ("batch",)]
+    summed = [setting for setting in summed if not setting.endswith("=1")]
+    if len(summed) > 1 and not config.parallel.reproducible:  # which sums them itself, without FSDP2
+        yield f"{' and '.join(summed)}: gradients are summed over one such axis beside the shards; set the others to 1"
     if world_size % math.prod(sizes.values()):
         yield (
             f"{' x '.join(f'parallel.{key}={size}' for key, size in sizes.items())} does not divide the {world_size} "

@@ -154,15 +154,11 @@ def show_info(what: str, overrides: Sequence[str], config_dir: Path) -> None:
     shown = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     if what not in shown:
         raise ConfigError(f"--info {what}: write one of {', '.join(shown)}")
-    hydra_defaults()
-    GlobalHydra.instance().clear()
-    with (
-        _config_errors([config_dir]),
-        initialize_config_dir(config_dir=str(config_dir), version_base="1.3", job_name="pretrain"),
-    ):
+    overrides, folders = _folders(overrides, config_dir)
+    with _hydra("config", overrides, folders) as given:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        hydra.show_info(what, "config", list(overrides))
+        hydra.show_info(what, "config", given)
 
 
 def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
@@ -248,6 +244,13 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
 
 def compose_groups(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     """The keys of the file `name` with these options of groups, not resolved. Raises ConfigError."""
+    with _hydra(name, groups, folders) as overrides:
+        return compose(name, overrides=overrides)
+
+
+@contextlib.contextmanager
+def _hydra(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[list[str]]:
+    """Inside, Hydra composes the file `name` from `folders` with the overrides that this gives."""
     hydra_defaults()
     # Hydra's state is global: after a failed or another initialization, the next one would fail.
     GlobalHydra.instance().clear()
@@ -255,7 +258,7 @@ def compose_groups(name: str, groups: Sequence[str], folders: Sequence[Path]) ->
     first = next((folder for folder in folders if (folder / f"{name}.yaml").exists()), folders[0])
     others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
     with _config_errors(folders), initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
-        return compose(name, overrides=[*groups, f"hydra.searchpath=[{others}]"] if others else list(groups))
+        yield [*overrides, f"hydra.searchpath=[{others}]"] if others else list(overrides)
 
 
 @contextlib.contextmanager

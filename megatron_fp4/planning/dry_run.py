@@ -166,11 +166,17 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> DryRun:
+def dry_run(
+    config: Config,
+    world_size: int,
+    build: Build,
+    execution: Any,
+    check: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+) -> DryRun:
     """Run two steps of `config`, whose backend is not `auto`, as the first of `world_size` ranks.
 
     build: makes the sharded model, its parameters on the meta device, and the controller of its linears. execution: the
-    kernels of the model, from the provider's `planned_execution`.
+    kernels of the model, from the provider's `planned_execution`. check: of the model and its optimizer.
     """
     with fake_ranks(world_size), planned_gpu(config.precision.backend) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
@@ -184,6 +190,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
+            check(model, optimizer)
             if is_fused(optimizer):  # on a GPU it updates in place; on fake tensors torch would copy
                 optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
             watch = _Watch(model, controller.linears, ledger, optimizer)

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import refuse_finished, run_identity
 from megatron_fp4.checkpoint.files import well_formed
-from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
+from megatron_fp4.checkpoint.find import Resumed, check_state, preview
 from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
@@ -176,11 +176,11 @@ def plan_run(
         if found is not None:
             with configuration_errors(_of_checkpoint(config, start)):
                 controller.load_state_dict(found.trainer["switch"])
-        with configuration_errors():
-            check_weights(config, found, model)
         return model, controller
 
-    dry, plans = dry_run(config, ranks, build, execution), plans_of(config, models)
+    with configuration_errors():
+        dry = dry_run(config, ranks, build, execution, partial(check_state, config, found))
+    plans = plans_of(config, models)
     left = [
         PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
         for span in phases.spans

@@ -143,7 +143,7 @@ class Plan:
         share = self.share_in_4_bits
         if not 0 < share < FEW_IN_4_BITS:
             return ""
-        is_transformer = {row.linear.letter for row in self.rows} <= {"*", "-", "G"}
+        is_transformer = {row.linear.letter for row in self.rows if row.linear.name != HEAD} <= {"*", "-", "G"}
         remedy = f"; use precision={_FOR_TRANSFORMERS}" if is_transformer and name != _FOR_TRANSFORMERS else ""
         return (
             f"WARNING: precision={name} has {share:.0%} of this model's linear weights in 4 bits; its bf16_blocks and "

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megatron_fp4.checkpoint.config_diff import (
     Change,
     change_lines,
@@ -11,9 +13,20 @@ from megatron_fp4.checkpoint.config_diff import (
     identity_differences,
     run_identity,
 )
+from megatron_fp4.checkpoint.find import _may_differ
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config, DataConfig, ParallelConfig, PhaseConfig, RunConfig, TrainConfig
+from megatron_fp4.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PhaseConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import PrecisionSwitch
+from models.hybrid import build_model
 from tests.composing import saved_of
 
 PHASES = [PhaseConfig("a", 0.5, blend={"web": 1.0}), PhaseConfig("b", 0.5, blend={"web": 2.0, "code": 1.0})]
@@ -35,12 +48,12 @@ def saved(**changes: Any) -> dict[str, Any]:
 
 def test_another_run_differs_in_fields_that_are_named_with_both_values() -> None:
     same = Config(parallel=ParallelConfig(tensor=4), train=TrainConfig(steps=7), run=RunConfig(dir="elsewhere"))
-    assert identity_differences(run_identity(Config(), DATA), run_identity(same, DATA)) == []  # longer, another mesh
+    assert identity_differences(run_identity(Config(), DATA), run_identity(same, DATA)) == {}  # longer, another mesh
     other = Config(train=TrainConfig(sequence_length=512), run=RunConfig(seed=5))
     other = replace(other, model=replace(other.model, hidden_dim=64))
     data = {"tokenizer": "abd", "train": {"web": {"sha256": "2", "num_tokens": 10}, "code": {"sha256": "3"}}}
     lines = identity_differences(run_identity(Config(), DATA), run_identity(other, data))
-    assert [line.split(":")[0] for line in lines] == [
+    assert [*lines] == [
         "data.tokenizer",
         "data.train.code.sha256",
         "data.train.web.sha256",
@@ -49,8 +62,22 @@ def test_another_run_differs_in_fields_that_are_named_with_both_values() -> None
         "run.seed",
         "train.sequence_length",
     ]
-    assert "train.sequence_length: 256 in the checkpoint, 512 now" in lines
-    assert "data.train.code.sha256: '(absent)' in the checkpoint, '3' now" in lines
+    assert lines["train.sequence_length"] == "train.sequence_length: 256 in the checkpoint, 512 now"
+    assert lines["data.train.code.sha256"] == "data.train.code.sha256: '(absent)' in the checkpoint, '3' now"
+
+
+def test_other_values_may_be_allowed_for_the_keys_of_the_model_that_change_no_shape(mesh: ParallelMesh) -> None:
+    def shapes(model: ModelConfig) -> dict[str, torch.Size]:
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in build_model(model, mesh, torch.float32).state_dict().items()}
+
+    model = ModelConfig(pattern="M*-GE", moe_num_groups=2)
+    words = {"pattern": "M*-G", "moe_score": "softmax", "moe_weight": "before_down", "moe_group_score": "top_share"}
+    for key in (key for key in run_identity(Config(), {}) if key.startswith("model.")):
+        name = key.removeprefix("model.")
+        value = getattr(model, name)
+        other = words.get(name) or (not value if isinstance(value, bool) else value * 2 or 64)
+        assert _may_differ([key]) == (shapes(replace(model, **{name: other})) == shapes(model)), key
 
 
 def test_changes_are_listed_by_key_with_both_values() -> None:

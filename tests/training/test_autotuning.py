@@ -124,7 +124,7 @@ class FileCacheManager:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
     """Only code for the GPU; those that the first rank compiled or found, and none that are damaged."""
     cache: Any = ModuleType("triton.runtime.cache")
     cache.FileCacheManager, cache.knobs = FileCacheManager, SimpleNamespace(cache=SimpleNamespace())
@@ -150,6 +150,10 @@ def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, mon
     kept = tmp_path / "run" / "A.zip"
     kept.write_bytes(kept.read_bytes().replace(files["k.json"], b"[]"))
     assert on("third", "A") is None and on("third", "C") is None and on("third", "B") is not None
+    full = KeptKernels(kept / "folder")
+    for full.writes in (True, True):  # the callback sets it twice
+        full.add("A", {})
+    assert caplog.text.count("compiled kernels are not kept") == 1
 
 
 class NotingGPU(autotuning._NotingGPU, AllocatingGPU):

@@ -182,10 +182,11 @@ def _load(compiled: Any, device: torch.device) -> None:
 
 class KeptKernels:
     """Copies of compiled Triton kernels in `folder`, a zip file each, whose checksums a reader compares. They are taken
-    from there if this machine's folder lacks them. writes: whether this process adds those that it uses."""
+    from there if this machine's folder lacks them. writes: whether this process adds those that it uses, until that
+    fails."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.writes = folder, False
+        self.folder, self.writes, self._failed = folder, False, False
 
     def install(self) -> None:
         """Make Triton use them."""
@@ -220,7 +221,7 @@ class KeptKernels:
     def add(self, key: str, group: Mapping[str, str]) -> None:
         """Keep a kernel, if this process writes. group: its files by name. If that fails, the next start compiles."""
         path = self.folder / f"{key}.zip"
-        if not self.writes or path.exists():
+        if not self.writes or self._failed or path.exists():
             return
         temporary = path.with_suffix(".tmp")
         try:
@@ -230,7 +231,7 @@ class KeptKernels:
                     archive.write(group[name], name)
             os.replace(temporary, path)
         except OSError as error:
-            self.writes = False
+            self._failed = True
             log.warning("compiled kernels are not kept in %s: %s", self.folder, error)
 
 
