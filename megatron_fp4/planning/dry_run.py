@@ -66,6 +66,7 @@ BATCH_AXES = [ROWS, *(axis.name for axis in AXES if "batch" in axis.divides and 
 
 # (mesh, step state, execution, backend) -> the model and the controller of its linears.
 Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
+Check = Callable[[nn.Module, torch.optim.Optimizer], None]
 # torch's operation -> its usual name, and which argument is the whole tensor.
 _COLLECTIVES = {
     "_allgather_base_": ("all-gather", 0),
@@ -166,13 +167,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(
-    config: Config,
-    world_size: int,
-    build: Build,
-    execution: Any,
-    check: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
-) -> DryRun:
+def dry_run(config: Config, world_size: int, build: Build, execution: Any, check: Check = lambda *_: None) -> DryRun:
     """Run two steps of `config`, whose backend is not `auto`, as the first of `world_size` ranks.
 
     build: makes the sharded model, its parameters on the meta device, and the controller of its linears. execution: the
