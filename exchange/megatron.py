@@ -171,7 +171,7 @@ Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of 
 ({checkpoint.trainer.get("commit", "commit unknown")}), exported by megatron_fp4 {__version__} ({revision()}), as a
 distributed checkpoint (`torch_dist`) of Megatron-core, in {str(dtype).removeprefix("torch.")}, without optimizer state.
 `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM (`--use-checkpoint-args`),
-`megatron_args.sh` as flags (core_v0.16):
+`megatron_args.sh` as flags (core_v0.16; with experts or multi-token prediction core_v0.19):
 
 ```
 {start_command(checkpoint, name, tokenizer)}
@@ -205,7 +205,7 @@ def import_megatron(
         opened, origin = MegatronFolder(folder), folder.resolve()
         if origin.name.startswith("iter_") or origin.name == "release":
             origin = origin.parent
-        told, layers = _settings(opened, {**settings_of(opened.arguments), **given})
+        told, layers = _settings(opened, given)
         settings = {"name": origin.name, **told, **given}
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
@@ -240,12 +240,13 @@ def import_megatron(
     return settings
 
 
-def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
-    """The model's settings, from the shapes and from `known`, and how its layers are stored. Raises ValueError if a
-    setting is in neither."""
-    blocks, layers = _blocks(opened)
-    kinds = {mixer: mixer.megatron for mixer in blocks if mixer.megatron is not None}
-    wanted = ["norm_eps", *(key for form in kinds.values() for key in form.told)]
+def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
+    """The model's settings, from shapes, arguments and `given`, and how its layers are stored. Raises ValueError if a
+    setting is in none of them."""
+    main, sets, first, layers = _blocks(opened)
+    known = {**settings_of(opened.arguments, first), **given}
+    forms = {mixer: mixer.megatron for mixer in first if mixer.megatron is not None}
+    wanted = ["norm_eps", *(key for form in forms.values() for key in form.told)]
     wanted += ["rope_base"] * bool("rope" in wanted and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
@@ -255,46 +256,58 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
             f"there is no {HEAD}, which models here have; train with --untie-embeddings-and-output-weights"
         )
 
-    def shapes_in(mixer: type[Mixer], module: str) -> Callable[[str], tuple[int, ...]]:
-        """Gives the shape of a tensor of the first such block."""
-        if layers == "stacked":
-            return lambda tensor: opened.shape(f"decoder.layers.{module}.{tensor}")[1:]
-        layer = blocks.index(mixer) // (len(gpt_layer(False)) if GPT_NORM in opened.tensors else 1)
-        return lambda tensor: opened.shape(f"decoder.layers.{layer}.{module}.{tensor}")
+    def shapes_in(module: str) -> Callable[[str], tuple[int, ...]]:
+        return lambda tensor: opened.shape(f"{module}.{tensor}")[1 if layers == "stacked" else 0 :]
 
-    settings = {"pattern": pattern_of(blocks), **{key: known[key] for key in (*wanted, "init_std") if key in known}}
+    optional = ["init_std", *(key for form in forms.values() for key in form.arguments)]
+    optional += ["mtp_loss_scaling_factor"] * bool(sets)
+    settings: dict[str, Any] = {key: known[key] for key in (*wanted, *optional) if key in known}
+    depths = opened.arguments.get("mtp_num_layers")
+    if len(sets) == 1 and type(depths) is int and depths > 1:
+        sets, settings["mtp_use_repeated_layer"] = sets * depths, True
     try:
         settings["vocab_size"], settings["hidden_dim"] = opened.shape(EMBEDDING)
-        for mixer, form in kinds.items():
-            settings |= form.sizes(shapes_in(mixer, form.module), known)
+        for mixer, form in forms.items():
+            settings |= form.sizes(shapes_in(f"{first[mixer]}{form.module}"), known)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"the shapes of its tensors do not fit a model ({error})") from error
-    return settings, layers
+    return settings | {"pattern": "/".join((main, *sets))}, layers
 
 
-def _blocks(opened: MegatronFolder) -> tuple[list[type[Mixer]], Layers]:
-    """The kinds of blocks, from the modules of each layer, and how the layers are stored."""
-    is_gpt_model = GPT_NORM in opened.tensors
+def _blocks(opened: MegatronFolder) -> tuple[str, list[str], dict[type[Mixer], str], Layers]:
+    """The pattern of the model, and of each set of weights of multi-token prediction, from the keys of their layers;
+    for each kind of block the prefix of the first layer with one; how the layers are stored."""
     layer = gpt_layer(_is_gated(opened))
-    mixers = {mixer.megatron.module: mixer for mixer in (*MIXERS.values(), *layer) if mixer.megatron is not None}
-    modules: dict[int, set[str]] = {}
+    mixers = {mixer.megatron.norm_key: mixer for mixer in (*MIXERS.values(), *layer) if mixer.megatron is not None}
+    modules = dict.fromkeys(key.partition(".")[0] for key in mixers)
+    stacks: dict[str, dict[int, set[str]]] = {}
     for key in opened.tensors:
-        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\..+", key):
-            modules.setdefault(int(match[1]), set()).add(match[2])
+        if match := re.fullmatch(r"(decoder\.|mtp\.layers\.\d+\.mtp_model_layer\.)layers\.(\d+)\.(.+)", key):
+            stacks.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    numbered = stacks.pop("decoder.", {})
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
-    if is_gpt_model and stacked:
-        return layer * (opened.shape(stacked[0]) or (1,))[0], "stacked"
-    if not modules or stacked or sorted(modules) != list(range(len(modules))):
+    if GPT_NORM in opened.tensors and (stacked or numbered):
+        for argument in ("num_experts", "mtp_num_layers"):
+            if value := opened.arguments.get(argument):
+                raise ValueError(
+                    f"Megatron's {argument}={value} can be imported from a MambaModel, not from a GPTModel"
+                )
+        count = (opened.shape(stacked[0]) or (1,))[0] if stacked else len(numbered)
+        prefix = "decoder.layers." if stacked else "decoder.layers.0."
+        return pattern_of(layer) * count, [], dict.fromkeys(layer, prefix), "stacked" if stacked else "numbered"
+    if stacked or sorted(numbered) != [*range(len(numbered))] or not numbered:
         raise ValueError("it has no decoder.layers numbered from 0, so it is no complete GPTModel or MambaModel")
-    if is_gpt_model:
-        return layer * len(modules), "numbered"
-    blocks = []
-    for number, names in sorted(modules.items()):
-        if len(kinds := names & mixers.keys()) != 1:
-            has, known = ", ".join(sorted(names)), ", ".join(mixers)
-            raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {known}")
-        blocks.append(mixers[kinds.pop()])
-    return blocks, "numbered"
+    patterns, first = list[str](), dict[type[Mixer], str]()
+    for stack, layers in (("decoder.", numbered), *sorted(stacks.items())):
+        kinds = []
+        for number, keys in sorted(layers.items()):
+            if len(norms := keys & mixers.keys()) != 1:
+                has = ", ".join(sorted({key.partition(".")[0] for key in keys}))
+                raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {', '.join(modules)}")
+            kinds.append(mixers[norms.pop()])
+            first.setdefault(kinds[-1], f"{stack}layers.{number}.")
+        patterns.append(pattern_of(kinds))
+    return patterns[0], patterns[1:], first, "numbered"
 
 
 def _is_gated(opened: MegatronFolder) -> bool:

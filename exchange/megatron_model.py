@@ -1,8 +1,9 @@
 """Our models as Megatron-core's: the tensors of its distributed checkpoints, and Megatron-LM's arguments.
 
 A model with the pattern `*-*-...` (or `*G*G...`) is Megatron's GPTModel, in which each pair is one layer. Any other is
-its MambaModel, in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16. They
-are the same for Transformer Engine's layers and for Megatron's own, whose separate norms get these keys too:
+its MambaModel, in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16, of
+experts and multi-token prediction in 0.19. They are the same for Transformer Engine's layers and for Megatron's own,
+whose separate norms get these keys too:
 
     embedding.word_embeddings.weight, output_layer.weight
     decoder.layers.    GPT: the layers are stacked into one tensor with the layer as first axis (or, with
@@ -12,6 +13,9 @@ are the same for Transformer Engine's layers and for Megatron's own, whose separ
         mixer.{A_log,D,dt_bias}, mixer.norm.weight, mixer.out_proj.weight
         self_attention.linear_qkv.{layer_norm_weight,weight}, self_attention.linear_proj.weight
         mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
+        pre_mlp_layernorm.weight, mlp.router.{weight,expert_bias}, mlp.fc{1,2}_latent_proj.weight,
+        mlp.experts.experts.linear_fc{1,2}.weight (all experts), mlp.shared_experts.linear_fc{1,2}.weight
+    mtp.layers.d.{enorm,hnorm,eh_proj,final_layernorm}.weight, mtp.layers.d.mtp_model_layer.layers.i. as in Mamba
     decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
 
 Arguments have the names of Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py). A checkpoint saves
@@ -21,14 +25,14 @@ it in `common.pt`, from which `--use-checkpoint-args` reads it.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
 from models.mlp import MLP, GatedMLP
-from models.pattern import blocks_of, pattern_of
+from models.pattern import MIXERS, blocks_of, mixers_of, pattern_of
 from models.published import MegatronBlock, Section
 
 Layers = Literal["stacked", "numbered"]
@@ -43,6 +47,8 @@ def gpt_layer(gated: bool) -> list[type[Mixer]]:
 
 
 GPT_NORM, MAMBA_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
+# Our parts of multi-token prediction besides the blocks -> Megatron's.
+_MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_norm": "final_layernorm"}
 
 
 class Parameter(NamedTuple):
@@ -60,53 +66,64 @@ class Parameter(NamedTuple):
 
 def is_gpt(config: ModelConfig) -> bool:
     """Whether the model is a GPTModel in Megatron; otherwise it is a MambaModel."""
-    return any(blocks_of(config) == gpt_layer(gated) * (config.num_blocks // 2) for gated in (False, True))
+    layers = (gpt_layer(gated) * (config.num_blocks // 2) for gated in (False, True))
+    return not config.mtp_patterns and blocks_of(config) in layers
 
 
-def _forms(config: ModelConfig) -> list[MegatronBlock]:
-    """Megatron's form of every block. Raises ValueError for a block that it does not have."""
-    blocks = blocks_of(config)
-    if config.mtp_patterns:
-        raise ValueError(f"model.pattern={config.pattern} has multi-token prediction, which only export-hf writes")
-    if missing := [mixer.name for mixer in blocks if mixer.megatron is None]:
-        raise ValueError(f"Megatron has no model like this: model.pattern={config.pattern} has {missing[0]} blocks")
-    return [mixer.megatron for mixer in blocks if mixer.megatron is not None]
+def _form(mixer: type[Mixer], config: ModelConfig) -> MegatronBlock:
+    if mixer.megatron is None:
+        raise ValueError(f"Megatron has no model like this: model.pattern={config.pattern} has {mixer.name} blocks")
+    return mixer.megatron
+
+
+def _blocks(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, str, MegatronBlock, tuple[int, int] | None]]:
+    """For each block its name, the prefix of its keys, its form, and (index, size) on the axis of stacked layers.
+    Raises ValueError for a block that Megatron does not have."""
+    for block, mixer in enumerate(blocks_of(config)):
+        prefix, place = f"decoder.layers.{block // 2 if is_gpt(config) else block}.", None
+        if is_gpt(config) and layers == "stacked":
+            prefix, place = "decoder.layers.", (block // 2, config.num_blocks // 2)
+        yield f"blocks.{block}", prefix, _form(mixer, config), place
+    for depth, pattern in enumerate(config.mtp_sets):
+        for block, letter in enumerate(pattern):
+            prefix = f"mtp.layers.{depth}.mtp_model_layer.layers.{block}."
+            yield f"mtp.{depth}.blocks.{block}", prefix, _form(MIXERS[letter], config), None
 
 
 def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Parameter]:
-    """All parameters of the model, in its order. Raises ValueError for a block that Megatron does not have."""
-    vocabulary = (config.vocab_size, config.hidden_dim)
+    """All parameters of the model. Raises ValueError for a block that Megatron does not have."""
+    hidden, vocabulary = (config.hidden_dim,), (config.vocab_size, config.hidden_dim)
     yield Parameter("embedding.weight", [Section(EMBEDDING, vocabulary)])
-    for block, (form, (prefix, layer)) in enumerate(zip(_forms(config), _places(config, layers), strict=True)):
-        norm = Section(f"{prefix}{form.module}.{form.linears[0]}.layer_norm_weight", (config.hidden_dim,))
-        yield Parameter(f"blocks.{block}.norm.weight", [norm], layer)
+    for block, prefix, form, layer in _blocks(config, layers):
+        yield Parameter(f"{block}.norm.weight", [Section(f"{prefix}{form.norm_key}", hidden)], layer)
         for name, sections in form.sections(config).items():
             inside = [section.inside(f"{prefix}{form.module}") for section in sections]
-            yield Parameter(f"blocks.{block}.mixer.{name}", inside, layer)
-    yield Parameter("final_norm.weight", [Section(GPT_NORM if is_gpt(config) else MAMBA_NORM, (config.hidden_dim,))])
+            yield Parameter(f"{block}.mixer.{name}", inside, layer)
+    yield Parameter("final_norm.weight", [Section(GPT_NORM if is_gpt(config) else MAMBA_NORM, hidden)])
     yield Parameter("head.weight", [Section(HEAD, vocabulary)])
+    for depth in range(len(config.mtp_sets)):
+        for ours, theirs in _MTP.items():
+            shape = (config.hidden_dim, 2 * config.hidden_dim) if ours == "eh_proj" else hidden
+            yield Parameter(f"mtp.{depth}.{ours}.weight", [Section(f"mtp.layers.{depth}.{theirs}.weight", shape)])
 
 
 def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
-    """The keys of the modules' extra states. Megatron requires them by default; empty without delayed scaling."""
-    keys = []
-    for form, (prefix, layer) in zip(_forms(config), _places(config, layers), strict=True):
-        number, count = layer or (0, 1)
-        modules = (f"{prefix}{form.module}.{linear}" for linear in form.linears)
-        keys += [f"{module}._extra_state/shard_{number}_{count}" for module in modules]
-    final = (GPT_NORM if is_gpt(config) else MAMBA_NORM).removesuffix("weight")
-    return [*keys, f"{final}_extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
-
-
-def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """For each block, the prefix of its keys, and (index, size) on the axis of stacked layers."""
-    for block in range(config.num_blocks):
-        if not is_gpt(config):
-            yield f"decoder.layers.{block}.", None
-        elif layers == "numbered":
-            yield f"decoder.layers.{block // 2}.", None
-        else:
-            yield "decoder.layers.", (block // 2, config.num_blocks // 2)
+    """The keys of the modules' extra states. Megatron requires them by default; they are empty unless FP8 has delayed
+    scaling."""
+    modules = [(GPT_NORM if is_gpt(config) else MAMBA_NORM).removesuffix(".weight"), "output_layer"]
+    modules += [f"mtp.layers.{depth}.{module}" for depth in range(len(config.mtp_sets)) for module in _MTP.values()]
+    keys = [f"{module}._extra_state/shard_0_1" for module in modules]
+    for _, prefix, form, layer in _blocks(config, layers):
+        if form.norm:
+            keys.append(f"{prefix}{form.norm.removesuffix('weight')}_extra_state/shard_0_1")
+        shapes = {part.name: part.shape for parts in form.sections(config).values() for part in parts}
+        for linear in form.linears:
+            if found := [shape for name, shape in shapes.items() if name.startswith(f"{linear}.")]:
+                number, count = layer or (0, 1)
+                experts = found[0][0] if len(found[0]) == 3 else 1  # each has a state
+                for shard in range(number, number + experts):
+                    keys.append(f"{prefix}{form.module}.{linear}._extra_state/shard_{shard}_{max(count, experts)}")
+    return keys
 
 
 # Arguments of every model here: an export writes them, an import requires them.
@@ -122,19 +139,20 @@ _SAME_FACTS = {
 def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
     """The arguments with which Megatron-LM builds this model. bf16: whether it trains in BF16. Raises ValueError, with
     key and value, for a setting that Megatron's model does not have."""
-    forms, gated = _forms(config), GatedMLP in blocks_of(config)
-    if gated and MLP in blocks_of(config):
+    forms = {mixer: _form(mixer, config) for mixer in mixers_of(config.pattern)}
+    gated = {form.gated(config) for form in forms.values()} - {None}
+    if len(gated) == 2:
         raise ValueError(f"model.pattern={config.pattern}: all FFNs of a model in Megatron are gated, or none")
-    for mixer, form in zip(blocks_of(config), forms, strict=True):
-        for key, value in form.fixed.items():
+    for mixer, form in forms.items():
+        for key, value in form.fixed(config).items():
             if (ours := getattr(config, key)) != value:
-                raise ValueError(f"model.{key}={ours}: Megatron's {mixer.name} has {value}, which no argument changes")
+                raise ValueError(f"model.{key}={ours}: Megatron's {mixer.name} block has {value} only")
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
         **_SAME_FACTS,
-        "squared_relu": not gated,
-        "swiglu": gated,
+        "squared_relu": True not in gated,
+        "swiglu": True in gated,
         "num_layers": config.num_blocks // (2 if is_gpt(config) else 1),
         "hidden_size": config.hidden_dim,
         "ffn_hidden_size": config.ffn_dim,
@@ -162,13 +180,23 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
     if config.rope:
         arguments["rotary_base"] = int(config.rope_base)
     if not is_gpt(config):
+        if config.mtp_patterns:
+            arguments |= {name: getattr(config, name) for name in ("mtp_use_repeated_layer", "mtp_loss_scaling_factor")}
+            arguments["mtp_num_layers"] = len(config.mtp_patterns)
         arguments |= {
             "hybrid_override_pattern": config.pattern.replace(pattern_of([GatedMLP]), pattern_of([MLP])),
             "is_hybrid_model": True,
-            **{name: getattr(config, name) for form in forms for name in form.arguments},
+            **{argument: value for form in forms.values() for argument, value in _arguments(form, config)},
             "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
         }
     return arguments
+
+
+def _arguments(form: MegatronBlock, config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    yield from form.constants.items()
+    for ours, (argument, if_none) in form.arguments.items():
+        value = getattr(config, ours)
+        yield argument, None if value == if_none == 0 else value
 
 
 def as_shell(arguments: Mapping[str, Any]) -> str:
@@ -188,16 +216,14 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("quick_geglu", "layernorm_zero_centered_gamma", "use_rope_scaling"), (False,)),
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "multi_latent_attention"), (False,)),
     "apply_residual_connection_post_layernorm": (False,),
-    **dict.fromkeys(("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size"), (None,)),
-    **dict.fromkeys(("softmax_scale", "num_experts"), (None,)),
+    **dict.fromkeys(("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size", "softmax_scale"), (None,)),
     "position_embedding_type": ("none", "rope"),
     "softmax_type": ("vanilla",),
-    "mtp_num_layers": (None, 0),
 }
 
 
-def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelConfig that Megatron's arguments tell and shapes do not. Raises ValueError, with argument
+def settings_of(arguments: Mapping[str, Any], mixers: Iterable[type[Mixer]]) -> dict[str, Any]:
+    """The fields of a ModelConfig with these blocks that Megatron's arguments tell. Raises ValueError, with argument
     and value, for a model that computes something that no model here does."""
     for name, wanted in _WANTED.items():
         if name in arguments and arguments[name] not in wanted:
@@ -217,10 +243,19 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_heads": heads,
         "num_kv_heads": heads if arguments.get("group_query_attention") is False else number("num_query_groups"),
         "head_dim": number("kv_channels") or (hidden // heads if heads and hidden else None),
-        "mamba_num_groups": number("mamba_num_groups"),
         "norm_eps": number("norm_epsilon") or number("layernorm_epsilon"),
         "init_std": number("init_method_std"),
+        "mtp_loss_scaling_factor": number("mtp_loss_scaling_factor"),
     }
+    defaults = ModelConfig()
+    for form in (mixer.megatron for mixer in mixers if mixer.megatron is not None):
+        for ours, (argument, if_none) in form.arguments.items():
+            if (value := arguments.get(argument)) is None and argument in arguments:
+                value = if_none
+            kind = type(getattr(defaults, ours))
+            if value is not None and type(value) not in (kind, int):
+                raise ValueError(f"Megatron's {argument}={value!r} is no {kind.__name__}; the checkpoint is damaged")
+            settings[ours] = value
     if "position_embedding_type" in arguments:
         settings["rope"] = arguments["position_embedding_type"] == "rope"
         settings["rope_base"] = number("rotary_base")

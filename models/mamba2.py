@@ -325,8 +325,10 @@ class Mamba2(Mixer):
         sections=_megatron,
         sizes=_megatron_sizes,
         told=("mamba_num_groups",),
-        fixed={"norm_eps": 1e-5, "mamba_conv_width": 4},
-        arguments=("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
+        fixed=lambda config: {"norm_eps": 1e-5, "mamba_conv_width": 4},
+        arguments={
+            f"mamba_{name}": (f"mamba_{name}", None) for name in ("num_heads", "head_dim", "num_groups", "state_dim")
+        },
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:

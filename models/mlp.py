@@ -64,6 +64,7 @@ class MLP(Mixer):
         linears=("linear_fc1", "linear_fc2"),
         sections=partial(_named, "linear_fc1", "linear_fc2"),
         sizes=lambda shape, known: {"ffn_dim": shape("linear_fc2.weight")[1]},
+        gated=lambda config: False,
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
@@ -142,6 +143,7 @@ class GatedMLP(MLP):
         linears=("linear_fc1", "linear_fc2"),
         sections=_gated_megatron,
         sizes=lambda shape, known: {"ffn_dim": shape("linear_fc2.weight")[1]},
+        gated=lambda config: True,
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:

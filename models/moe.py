@@ -26,7 +26,7 @@ Shapes: t tokens, e experts, k experts of a token, n = t k rows that experts com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,9 +46,9 @@ from megatron_fp4.quantization.segments import Segments
 from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.mlp import MLP, GatedMLP, activation, check_tiles, swiglu
+from models.mlp import MLP, GatedMLP, activation, check_tiles, gate_up_order, swiglu
 from models.positions import Documents, NewTokens
-from models.published import HuggingFaceBlock, Section, Sections
+from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections
 
 # Megatron's and transformers', against a division by zero.
 _LEAST_SUM = 1e-20
@@ -255,12 +255,9 @@ class _Combine(Function):
 
 def _hugging_face(config: ModelConfig) -> Sections:
     width, inner, hidden = _width(config), config.moe_ffn_dim, config.hidden_dim
-    shapes, latent = {"up_proj": (inner, width), "down_proj": (width, inner)}, config.moe_latent_dim
-    assert MLP.hugging_face is not None
-    shared = MLP.hugging_face.sections(_shared(config)).items()
-    gate = Section("gate.weight", (config.moe_num_experts, hidden), fp32=True)
-    sections = {
-        "router.weight": [gate],
+    shapes = {"up_proj": (inner, width), "down_proj": (width, inner)}
+    return {
+        "router.weight": [Section("gate.weight", (config.moe_num_experts, hidden), fp32=True)],
         "router.bias": [Section("gate.e_score_correction_bias", (config.moe_num_experts,), fp32=True)],
         **{
             f"experts_{name.removesuffix('_proj')}.weight": [
@@ -269,12 +266,50 @@ def _hugging_face(config: ModelConfig) -> Sections:
             ]
             for name, shape in shapes.items()
         },
-        **{f"shared_experts.{name}": [part.inside("shared_experts") for part in parts] for name, parts in shared},
+        **_beside_experts(config, MLP.hugging_face),
     }
+
+
+def _beside_experts(config: ModelConfig, ffn: HuggingFaceBlock | MegatronBlock | None) -> Sections:
+    """The shared expert, which is an `ffn`, and the latent projections."""
+    assert ffn is not None
+    hidden, latent, shared = config.hidden_dim, config.moe_latent_dim, ffn.sections(_shared(config)).items()
+    sections = {f"shared_experts.{name}": [part.inside("shared_experts") for part in parts] for name, parts in shared}
     if latent:
         sections["to_latent.weight"] = [Section("fc1_latent_proj.weight", (latent, hidden))]
         sections["from_latent.weight"] = [Section("fc2_latent_proj.weight", (hidden, latent))]
     return sections
+
+
+def _megatron(config: ModelConfig) -> Sections:
+    """Tensors of all experts; linear_fc1 of gated ones is `[gate | up]`."""
+    count, width, inner, hidden = config.moe_num_experts, _width(config), config.moe_ffn_dim, config.hidden_dim
+    gated = config.moe_activation == "swiglu"
+    order = gate_up_order(replace(config, ffn_dim=inner)).argsort() if gated else None
+    return {
+        "router.weight": [Section("router.weight", (count, hidden), fp32=True)],
+        "router.bias": [Section("router.expert_bias", (count,), fp32=True)],
+        "experts_up.weight": [Section("experts.experts.linear_fc1.weight", (count, _up_rows(config), width), order)],
+        "experts_down.weight": [Section("experts.experts.linear_fc2.weight", (count, width, inner))],
+        **_beside_experts(config, _ffn(config).megatron),
+    }
+
+
+def _megatron_sizes(shape: Callable[[str], tuple[int, ...]], known: Mapping[str, Any]) -> dict[str, Any]:
+    (experts, rows, width), inner = (
+        shape("experts.experts.linear_fc1.weight"),
+        shape("experts.experts.linear_fc2.weight")[2],
+    )
+    hidden = shape("router.weight")[1]
+    return {
+        "moe_num_experts": experts,
+        "moe_ffn_dim": inner,
+        "moe_shared_ffn_dim": shape("shared_experts.linear_fc2.weight")[1],
+        "moe_latent_dim": 0 if width == hidden else width,
+        "moe_activation": "swiglu" if rows == 2 * inner else "squared_relu",
+        "moe_weight": "before_down",
+        "moe_group_score": "top_share" if known["moe_num_groups"] > 1 else "top_2",
+    }
 
 
 class Experts(GroupedLinear):
@@ -311,6 +346,43 @@ class MoE(Mixer):
         fixed={"mlp_hidden_act": "relu2", "mlp_bias": False, "norm_topk_prob": True, "n_shared_experts": 1},
         without_key={"moe_score": "sigmoid", "moe_group_score": "top_2", "moe_activation": "squared_relu"},
         keys_always=False,  # engines take a model with n_routed_experts for one with experts
+    )
+    megatron = MegatronBlock(
+        module="mlp",
+        linears=(
+            *("fc1_latent_proj", "fc2_latent_proj", "experts.experts.linear_fc1", "experts.experts.linear_fc2"),
+            *("shared_experts.linear_fc1", "shared_experts.linear_fc2"),
+        ),
+        norm="pre_mlp_layernorm.weight",
+        sections=_megatron,
+        sizes=_megatron_sizes,
+        told=("moe_top_k", "moe_scaling", "moe_num_groups", "moe_top_groups"),
+        # The rule for groups differs only if there are some.
+        fixed=lambda config: {
+            "moe_score": "sigmoid",
+            "moe_group_score": "top_2" if config.moe_num_groups == 1 else "top_share",
+        },
+        arguments={
+            "moe_num_experts": ("num_experts", None),
+            "moe_top_k": ("moe_router_topk", None),
+            "moe_ffn_dim": ("moe_ffn_hidden_size", None),
+            "moe_shared_ffn_dim": ("moe_shared_expert_intermediate_size", None),
+            "moe_latent_dim": ("moe_latent_size", 0),
+            "moe_score": ("moe_router_score_function", None),
+            "moe_scaling": ("moe_router_topk_scaling_factor", 1.0),
+            "moe_num_groups": ("moe_router_num_groups", 1),
+            "moe_top_groups": ("moe_router_group_topk", 1),
+            "moe_bias_rate": ("moe_router_bias_update_rate", None),
+            "moe_aux_loss": ("moe_aux_loss_coeff", None),
+            "moe_z_loss": ("moe_z_loss_coeff", 0.0),
+        },
+        constants={
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": True,
+        },
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:

@@ -48,7 +48,8 @@ class Section:
     def published(self, ours: Tensor) -> Tensor:
         """This tensor, contiguous, from our parameter and in its dtype."""
         ours = self.matrix(ours)
-        return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
+        rows = ours if self.rows is None else ours.index_select(_row_axis(ours), self.rows)
+        return rows.contiguous().view(self.shape)
 
 
 Sections = Mapping[str, Sequence[Section]]
@@ -77,19 +78,33 @@ class HuggingFaceBlock:
 class MegatronBlock:
     """A kind of block of Megatron-core's hybrid model.
 
-    module: its module in a layer. linears: names of its first linear, which has the block's norm, and of its last.
-    sections: the published tensors. sizes: called as sizes(shape, known), returns the settings that shapes tell;
-    shape(NAME) is the shape of a tensor, known has the other settings. told: the settings that only arguments tell.
-    fixed: settings that Megatron cannot change. arguments: settings that are arguments of the same name.
+    module: its module in a layer. linears: names of the linears in it, those of some settings too. norm: key of the
+    block's norm in a layer; empty: the first linear has it. sections: the published tensors. sizes: called as
+    sizes(shape, known), returns the settings that shapes tell; shape(NAME) is the shape of a tensor, known has the
+    other settings. told: the settings that only arguments tell. fixed: settings that Megatron cannot change.
+    arguments: our setting -> its argument, and ours where that is None, if the model has such a block. constants:
+    arguments that then have these values. gated: whether its FFNs are; None: it has none.
     """
 
     module: str
-    linears: tuple[str, str]
+    linears: tuple[str, ...]
     sections: Callable[[ModelConfig], Sections]
     sizes: Callable[[Callable[[str], tuple[int, ...]], Mapping[str, Any]], dict[str, Any]] = lambda shape, known: {}
     told: tuple[str, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
+    fixed: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
+    arguments: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    gated: Callable[[ModelConfig], bool | None] = lambda config: None
+    norm: str = ""
+
+    @property
+    def norm_key(self) -> str:
+        return self.norm or f"{self.module}.{self.linears[0]}.layer_norm_weight"
+
+
+def _row_axis(ours: Tensor) -> int:
+    """The axis of a parameter's rows; that of experts is before it."""
+    return max(ours.dim() - 2, 0)
 
 
 def split_rows(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
@@ -107,7 +122,9 @@ def from_published(sections: Sequence[Section], published: Mapping[str, Tensor])
         if section.rows is None:
             section.matrix(ours).view(values.shape).copy_(values)
         else:
-            ours[section.rows] = values.view(-1, *shape[1:])
+            axis, sizes = _row_axis(ours), [*shape]
+            sizes[axis] = len(section.rows)
+            ours.index_copy_(axis, section.rows, values.view(sizes))
     return ours
 
 
