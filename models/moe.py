@@ -162,9 +162,7 @@ def _in_best_groups(choice_te: Tensor, config: ModelConfig) -> Tensor:
 
 def count_tokens(expert_bn: Tensor, num_experts: int) -> Tensor:
     """How often each expert is in a row, [b, n] -> [b, num_experts], int64. Unlike bincount it waits for no GPU."""
-    experts = torch.arange(num_experts, device=expert_bn.device).expand(len(expert_bn), -1).contiguous()
-    ends = torch.searchsorted(expert_bn.sort(-1).values, experts, right=True)
-    return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
+    return (expert_bn[..., None] == torch.arange(num_experts, device=expert_bn.device)).sum(1)
 
 
 class Order(NamedTuple):
@@ -177,7 +175,7 @@ class Order(NamedTuple):
     @classmethod
     def of(cls, expert_tk: Tensor) -> Order:
         """The order of the rows of `Routing.expert_tk`."""
-        sorted_n = expert_tk.flatten().sort(stable=True).indices
+        sorted_n = expert_tk.flatten().to(torch.int16).sort(stable=True).indices  # a quarter of a radix sort's passes
         row_n = torch.empty_like(sorted_n).scatter_(0, sorted_n, torch.arange(len(sorted_n), device=sorted_n.device))
         return cls(sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
 

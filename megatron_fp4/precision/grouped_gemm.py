@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Kernel, launch
-from megatron_fp4.quantization.segments import Segments
+from megatron_fp4.quantization.segments import TILE_ROWS, Segments
 
-# Tiles (rows, columns, dot product), which fill the shared memory of an H100 with `num_stages`.
-_ROWS_TILE, _WEIGHTS_TILE = (128, 256, 64), (128, 256, 64)
+# Tiles (rows, columns, dot product) and options of an H200. One program fills its shared memory; of the weights' three
+# programs, whose sums are short, one multiplies while another adds its tile to the gradient.
+_ROWS_TILE, _WEIGHTS_TILE = (TILE_ROWS, 256, 64), (128, 128, 32)
 _ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8, num_stages=4)
-_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=8, num_stages=4)
+_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=4, num_stages=4)
 
 
 def multiply_rows(
@@ -33,9 +34,9 @@ def multiply_rows(
     a: BF16 [padded rows, k], contiguous. b: BF16 of all experts. per_expert: (n, k) of an expert; b is [experts * n, k]
     or [n, experts * k]. scale_a: FP32 [segments]; scale_b: FP32 [experts]; None: 1.
     """
-    (n, k), (block_m, block_n, block_k) = per_expert, _ROWS_TILE
+    (n, k), (_, block_n, block_k) = per_expert, _ROWS_TILE
     a, in_rows = a.contiguous(), b.shape[1] == k
-    segment, first = segments.tiles(block_m)
+    segment, first = segments.tiles
     out = torch.empty(segments.rows, n, dtype=out_dtype, device=a.device)
     sizes = len(segments.counts), len(segment), n, k, k, (n * b.stride(0) if in_rows else k * b.stride(1)), *b.stride()
     tensors = segment, first, segments.counts_and_rest, segments.starts, segments.padded_starts

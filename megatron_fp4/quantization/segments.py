@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 _PADDING_POSITIONS = 2**40
+TILE_ROWS = 128  # of a grouped GEMM
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,15 +135,16 @@ class Segments:
         """int64 [segments + 1]: `counts`, and the rows after all segments."""
         return torch.cat((self.counts, self.rows - self.starts[-1:]))
 
-    def tiles(self, size: int) -> tuple[Tensor, Tensor]:
-        """Every segment's rows, and the rows after all of them, in tiles of at most `size` rows of one segment: the
-        number of each tile's segment, and its first row within it. As many tiles as any counts can need: beyond the
+    @functools.cached_property
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        """Every segment's rows, and the rows after all of them, in tiles of at most `TILE_ROWS` rows of one segment:
+        the number of each tile's segment, and its first row within it. As many tiles as any counts can need: beyond the
         last one, the first row is not below the count. int64 [tiles], contiguous."""
         counts = self.counts_and_rest
-        starts = _starts((counts + (size - 1)) // size)
-        tile = torch.arange(self.rows // size + len(counts), device=counts.device)
+        starts = _starts((counts + (TILE_ROWS - 1)) // TILE_ROWS)
+        tile = torch.arange(self.rows // TILE_ROWS + len(counts), device=counts.device)
         segment = torch.searchsorted(starts[1:], tile, right=True).clamp(max=len(counts) - 1)
-        return segment, (tile - starts[segment]) * size
+        return segment, (tile - starts[segment]) * TILE_ROWS
 
     def counts_on_host(self) -> list[int]:
         """`counts` as numbers."""
