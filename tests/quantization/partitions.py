@@ -15,12 +15,13 @@ Case = tuple[OperandRequest, bool]  # and whether the operand is the transposed 
 
 
 def cases() -> dict[str, Case]:
-    """Every quantized operand of the recipes."""
+    """Every quantized operand of the recipes, without those whose scales follow from all rows."""
     found = {}
     for recipe in RECIPES.values():
         for slot in SLOTS:
             operand, rht = recipe[slot], recipe.gemms[slot.gemm].rht
-            if operand.quantized and operand.source == "tensor":
+            by_column = operand.quantized and format_of(operand.format).scope == "column"
+            if operand.quantized and operand.source == "tensor" and not by_column:
                 key = rounding_key("draws") if operand.drawn else None
                 request = OperandRequest(operand, rht, recipe.rht_signs, key, rounding_key("signs") if rht else None)
                 transform = f", {recipe.rht_signs} transform of {rht}" if rht else ""
