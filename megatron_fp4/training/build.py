@@ -146,9 +146,6 @@ def graphs_refusal(
         "with data.documents=masked the shapes of micro-batches differ": config.data.documents == "masked",
         "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
         f"parallel.expert={parallel.expert} waits for how many tokens each rank gets": parallel.expert > 1,
-        f"model.pattern={config.model.pattern} has multi-token prediction, which graphs do not replay yet": bool(
-            config.model.mtp_patterns
-        ),
     }
     if parallel.data_parallel_size(ranks) > 1:
         each = "parallel.reduce_gradients=each reduces gradients in every micro-batch"

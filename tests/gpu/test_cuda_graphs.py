@@ -135,7 +135,7 @@ NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="needs Transformer Engine and c
             id="mxfp4, reshard, selective",
         ),
         pytest.param(["precision=nvfp4", "model.pattern=M-*M"], id="Mamba-2"),
-        pytest.param(["precision=nvfp4", "model.pattern=EM*E"], id="experts"),
+        pytest.param(["precision=nvfp4", "model.pattern=EM*E/*E"], id="experts, multi-token prediction"),
         pytest.param(TE_FP8, id="Transformer Engine's FP8", marks=NEEDS_TE),
     ],
 )

@@ -159,13 +159,15 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: p
 
 
 EXPERTS = replace(
-    CONFIG, pattern="E*E", moe_num_experts=4, moe_ffn_dim=32, moe_shared_ffn_dim=32, moe_aux_loss=0.1, init_std=0.3
-)
+    CONFIG, pattern="E*E/*E/*E", moe_num_experts=4, moe_ffn_dim=32, moe_shared_ffn_dim=32, moe_aux_loss=0.1,
+    init_std=0.3, mtp_use_repeated_layer=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
 def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh, config: ModelConfig) -> None:
-    """The run has a validation and a noise measurement that leave the graphs their memory, and counts tokens."""
+    """The run has a validation and a noise measurement that leave the graphs their memory, counts tokens, and adds up
+    the losses of multi-token prediction."""
     mesh = replace(mesh, reproducible=True)
     eager, replayed = Job(mesh, config=config), Job(mesh, RecomputingGraph, config=config)
     routers = [router for job in (eager, replayed) for router in job.model.routers().values()]
@@ -173,13 +175,18 @@ def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh, config: ModelConf
     for step in range(EAGER_STEPS + 2):
         if step > EAGER_STEPS:
             assert (eager.validate(), eager.noise(step)) == (replayed.validate(), replayed.noise(step))
+        for job in (eager, replayed):
+            sums = job.model.mtp_losses
+            job.model.mtp_losses = torch.zeros(2, 2, dtype=torch.float64) if sums is None else sums.zero_()
         for router in routers:
             router.load = torch.zeros(4, dtype=torch.int64) if router.load is None else router.load.zero_()
         (*expected, _), (*found, captured) = eager.train(step, count=6), replayed.train(step, count=6)
         assert found == expected
         loads = [router.load.tolist() for router in routers]
         assert loads[: len(loads) // 2] == loads[len(loads) // 2 :]
-        assert all(sum(load) == 6 * 2 * 16 * config.moe_top_k for load in loads)
+        assert all(sum(load) in (6 * 2 * 16 * config.moe_top_k * uses for uses in (1, 2)) for load in loads)
+        assert torch.equal(eager.model.mtp_losses, replayed.model.mtp_losses)
+        assert not config.mtp_patterns or eager.model.mtp_losses[:, 1].tolist() == [6 * 2 * 15, 6 * 2 * 14]
         was.append(captured)
     assert was == [False] * EAGER_STEPS + [True] * 2
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
@@ -302,7 +309,6 @@ EACH = Config(parallel=ParallelConfig(reduce_gradients="each"))
         (EACH, 2, "cuda", "emulated", "parallel.reduce_gradients=each"),
         (Config(data=DataConfig(documents="masked")), 1, "cuda", "emulated", "data.documents=masked"),
         (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
-        (Config(model=ModelConfig(pattern="M-/*-")), 1, "cuda", "emulated", "has multi-token prediction"),
         (Config(parallel=ParallelConfig(expert=2)), 2, "cuda", "emulated", "parallel.expert=2 waits"),
     ],
 )
