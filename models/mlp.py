@@ -74,8 +74,12 @@ class MLP(Mixer):
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
+    def inner(self, x_td: Tensor) -> Tensor:
+        """What the down projection gets."""
+        return self.activation(self.up_proj(x_td))
+
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x_td)))
+        return self.down_proj(self.inner(x_td))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         return None
@@ -154,8 +158,9 @@ class GatedMLP(MLP):
         self.gate_up_proj = PackedLinear(gate_up.in_features, gate_up.sections, mesh, gate_up.groups)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
-    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        return self.down_proj(self._swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td)))
+    def inner(self, x_td: Tensor) -> Tensor:
+        """As of `MLP`."""
+        return self._swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td))
 
     def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td)))

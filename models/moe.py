@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
-from megatron_fp4.parallel.expert_parallel import Exchange
+from megatron_fp4.parallel.expert_parallel import Exchange, NoExchange
 from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, Layout, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
@@ -405,32 +405,35 @@ class MoE(Mixer):
         self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)
-        self._expert_ranks, self._exchange = mesh.experts, execution.kernel("exchange", Exchange)
+        self._exchange: Callable[..., Any] = NoExchange
+        if mesh.experts is not None:
+            self._exchange = partial(execution.kernel("exchange", Exchange), mesh.experts)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
         routing = self.router(x_td, sequence_length)
         order = Order.of(routing.expert_tk)
         first_token = self.experts_up.context.step_state.captured_micro_batch * len(x_td)
-        counts, number_n, exchange = routing.counts_e, first_token + order.token_n, None
-        if self._expert_ranks is not None:
-            exchange = self._exchange(self._expert_ranks, counts, number_n)
-            counts, number_n = exchange.counts, exchange.tokens
-        segments = self._segments(counts, number_n, self.experts_up.first_expert, self.num_experts)
+        exchange = self._exchange(routing.counts_e, first_token + order.token_n)
         latent_td = x_td if self.to_latent is None else self.to_latent(x_td)
         x_nd = self._dispatch(latent_td, order.token_n, order.row_tk, self._sum_rows)
-        inner_nf = self.experts_up(x_nd if exchange is None else exchange.to_experts(x_nd), segments)
+        # The host waits for other ranks' counts here. The halves of the shared expert run beside the messages.
+        segments = self._segments(exchange.counts, exchange.tokens, self.experts_up.first_expert, self.num_experts)
+        x_nd = exchange.to_experts(x_nd)
+        shared_tf = self.shared_experts.inner(x_td)
+        inner_nf = self.experts_up(exchange.arrived(x_nd), segments)
         if self.before_down:
             weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()]
-            weight_n = weight_n if exchange is None else exchange.to_experts(weight_n[:, None])[:, 0]
+            weight_n = exchange.arrived(exchange.to_experts(weight_n[:, None]))[:, 0]
             inner_nf = self._weighted(inner_nf, weight_n)
         else:
             inner_nf = self._activation(inner_nf)
-        y_nd = self.experts_down(inner_nf, segments)
-        y_nd = y_nd if exchange is None else exchange.from_experts(y_nd)
+        y_nd = exchange.from_experts(self.experts_down(inner_nf, segments))
+        shared_td = self.shared_experts.down_proj(shared_tf)
         weight_tk = None if self.before_down else routing.weight_tk
+        y_nd = exchange.arrived(y_nd, back=True)
         y_td = _Combine.apply(y_nd, weight_tk, order, self._sum_rows, self._gradients)
         y_td = y_td if self.from_latent is None else self.from_latent(y_td)
-        y_td = y_td + self.shared_experts(x_td, sequence_length)
+        y_td = y_td + shared_td
         return y_td if routing.loss is None else (y_td, routing.loss)
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ Nearly all of these kernels save their inputs and recompute the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,9 +136,11 @@ class EvenSegments(Segments):
 class EvenExchange(Exchange):
     """All ranks send each other as many rows, for the same reason."""
 
-    def rows_on_host(self, rows: Tensor, num_rows: int) -> list[list[int]]:
-        count, rest = divmod(num_rows, self.ranks.size)
-        return [[count + (number < rest) for number in range(self.ranks.size)]] * 2
+    @cached_property
+    def sent_and_received(self) -> tuple[list[int], list[int]]:
+        count, rest = divmod(len(self._token_n), self.ranks.size)
+        rows = [count + (number < rest) for number in range(self.ranks.size)]
+        return rows, rows
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:

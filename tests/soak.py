@@ -3,10 +3,10 @@
     python -m tests.soak --kills 500 --seed 1 --processes 2
     python -m tests.soak --hangs    instead: every call on a disk that never returns, in every section (tests/hangs.py)
 
-A round is one run of a very small model, started by the same command until it is finished; every second round saves in
-the background. Each start is killed: one rank or all ranks, at one of `PLACES` or at a random moment. Now and then the
-newest checkpoint is damaged before the next start. Every sixth round is on an ext4 image that loses power; this needs
-root, and the table says if it was left out.
+A round is one run of a very small model with experts, which two processes divide, started by the same command until it
+is finished; every second round saves in the background. Each start is killed: one rank or all ranks, at one of `PLACES`
+or at a random moment. Now and then the newest checkpoint is damaged before the next start. Every sixth round is on an
+ext4 image that loses power; this needs root, and the table says if it was left out.
 
 Every round is then compared with an undisturbed run: the records of each step, once and without times; validation
 losses; bits of weights, moments and generators in the last checkpoints; and the files and folders that are left. Prints
@@ -43,7 +43,8 @@ from tests.programs import environments_of_ranks, fork_server
 STARTS = 12  # at most so many disturbed starts in a round
 RUN = [
     *[*hangs.TINY, "train.steps=16", "checkpoint.keep=2", "validation.interval=7", "validation.num_samples=2"],
-    "parallel.timeout_seconds=120",
+    *["model.pattern=M*E", "model.moe_num_experts=4", "model.moe_top_k=2", "model.moe_ffn_dim=32"],
+    *["model.moe_shared_ffn_dim=32", "parallel.timeout_seconds=120"],
     "data.phases=[{name: one, fraction: 0.5, blend: {a: 1}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]",
 ]
 # An undisturbed start takes seconds; one that takes this many seconds hangs.
@@ -394,6 +395,7 @@ class Soak:
             f"data.sources={{a: {self.folder}/a, b: {self.folder}/b}}",
             f"data.validation={{a: {self.folder}/held_out}}",
             f"checkpoint.asynchronous={str(background).lower()}",
+            f"parallel.expert={2 - self.processes % 2}",
         ]
         slow = self.draw.choice([0.0, 0.1, 0.3]) if background else 0.0
         processes = [

@@ -190,7 +190,6 @@ ON_GPUS = [
     ([*EXPERTS_2, "parallel.reshard=true"], 2, "parallel.reshard=true does not go with parallel.expert=2", "false"),
     ([*EXPERTS_2, *EACH], 2, "parallel.reduce_gradients=each does not go with parallel.expert=2", "once"),
     ([*EXPERTS_2, "parallel.reproducible=true"], 2, "reproducible=true does not go with parallel.expert=2", "false"),
-    ([*EXPERTS_2, "precision.diagnostics.interval=5"], 2, "interval=5 does not go with parallel.expert=2", "0"),
     (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "of parallel.tensor=2 x 128 = 256"),
     (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use", "64"),
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 ", "1024"),

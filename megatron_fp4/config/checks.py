@@ -144,10 +144,7 @@ def _experts(config: Config) -> Iterator[str]:
         "parallel.reshard=true": ("parallel.reshard=false", parallel.reshard),
         "parallel.reduce_gradients=each": ("parallel.reduce_gradients=once", parallel.reduce_gradients == "each"),
         "parallel.reproducible=true": ("parallel.reproducible=false", parallel.reproducible),
-        f"precision.diagnostics.interval={config.precision.diagnostics.interval}": (
-            "precision.diagnostics.interval=0", config.precision.diagnostics.interval > 0,
-        ),
-    }  # fmt: skip
+    }
     for setting, (remedy, chosen) in unsupported.items():
         if chosen and parallel.expert > 1:
             yield f"{setting} does not go with parallel.expert={parallel.expert}; set {remedy}, or parallel.expert=1"

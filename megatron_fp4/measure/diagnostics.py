@@ -38,6 +38,7 @@ hundredths of a decibel, unless a few rows have most of the tensor's energy.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -296,21 +297,31 @@ class ProbedCall:
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
         """Measure dgrad and wgrad, and drop x. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts."""
+        assert self.x is not None, "a second backward pass through one graph cannot be measured"
+        self.gradients(dy, dx, wgrad=dw is not None)
+        if dw is not None:
+            self.weight_gradient(dy, self.x, dw)
+        self.x = None
+
+    def gradients(self, dy: Tensor, dx: Tensor | None, wgrad: bool) -> None:
+        """Measure dgrad and, with `wgrad`, its operands."""
         call, x = self.call, self.x
-        assert x is not None, "a second backward pass through one graph cannot be measured"
+        assert x is not None
         padded = call.padding.pad(dy)
         if dx is not None:
             self._operand(DGRAD_GRADIENT, padded, dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
-        if dw is not None:
+        if wgrad:
             self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
             if call.recipe[WGRAD_ACTIVATION].source == "codes":
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
                 source, unit = self._source(WGRAD_ACTIVATION, call.padding.pad_tokens(x))
                 self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
-            self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
-        self.x = None
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, dw: Tensor) -> None:
+        """Measure wgrad."""
+        self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
 
     def _source(self, slot: OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The tensor that the operand at `slot` is quantized from, and its unit, FP32 0-dim (None: 1). It is `x`
@@ -383,21 +394,28 @@ class ProbedCall:
 
 
 class _ProbedSegments:
-    """One call of the linears of experts under measurement: a `ProbedCall` for each segment with tokens."""
+    """One call of the linears of experts under measurement: a `ProbedCall` for each segment with tokens, except for dW,
+    which is an expert's."""
 
     def __init__(self, probe: Probe, call: GroupedCall, x: Tensor, y: Tensor) -> None:
-        assert call.segments is not None and call.segments.sources == 1, "the gradient of a segment is its expert's"
-        self.calls: dict[int, tuple[slice, ProbedCall]] = {}
+        assert call.segments is not None
+        self.x, self.sources = x, call.segments.sources
+        self.calls: list[tuple[int, slice, ProbedCall]] = []
         for number, (rows, _) in enumerate(call.segments.sizes):
             if rows.start < rows.stop:
-                self.calls[number] = rows, ProbedCall(probe, call.lone(number, x[rows]), x[rows])
-                self.calls[number][1].forward(y[rows])
+                self.calls.append((number, rows, ProbedCall(probe, call.lone(number, x[rows]), x[rows])))
+                self.calls[-1][2].forward(y[rows])
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
         """As `ProbedCall.backward`."""
-        for number, (rows, call) in self.calls.items():
-            of_weight = None if dw is None else local_part(dw)[number]
-            call.backward(dy[rows], None if dx is None else dx[rows], of_weight)
+        for _, rows, probed in self.calls:
+            probed.gradients(dy[rows], None if dx is None else dx[rows], wgrad=dw is not None)
+        if dw is not None:
+            for expert, of_expert in itertools.groupby(self.calls, lambda one: one[0] // self.sources):
+                (_, first, probed), *others = of_expert
+                rows = slice(first.start, others[-1][1].stop if others else first.stop)
+                probed.weight_gradient(dy[rows], self.x[rows], local_part(dw)[expert])
+        self.calls.clear()
 
 
 def sample_rows(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ these, because it must know how many rows it receives. All ranks of a group run 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,60 +17,126 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_fp4.parallel.mesh import Ranks
-from megatron_fp4.precision.messages import exchange_rows
+from megatron_fp4.precision.messages import Pending, start_exchange
 
 
 class Exchange:
     """The rows that the ranks of a group send each other for one block.
 
-    counts: int64 [experts of this rank, sources], the rows that this rank receives. tokens: int64 [rows], the token of
-    each, by expert, source and token.
+    A caller starts `to_experts` or `from_experts`, may launch other work, and calls `arrived` with what it got: on a
+    GPU the messages run beside that work, and in the backward pass beside its backward pass.
+
+    counts: int64 [experts of this rank, sources], the rows that this rank receives.
     """
 
     def __init__(self, ranks: Ranks, counts_e: Tensor, token_n: Tensor) -> None:
-        """A collective. counts_e: int64 [experts], rows of this rank for each expert. token_n: int64 [rows], the number
-        of the token of each row, which are sorted by expert; all ranks' numbers differ."""
-        self.ranks = ranks
-        counts_re, ones = counts_e.view(ranks.size, -1), [1] * ranks.size
-        counts_se = exchange_rows(counts_re, ones, ones, ranks.group)
-        self.counts = counts_se.t().contiguous()
-        self.sent, self.received = self.rows_on_host(torch.stack((counts_re.sum(1), counts_se.sum(1))), len(token_n))
-        self._source = _by_expert(counts_se, sum(self.received))
-        self._place = torch.empty_like(self._source)
-        self._place.scatter_(0, self._source, torch.arange(len(self._source), device=token_n.device))
-        self.tokens = self._sent(token_n[:, None])[:, 0]
+        """A collective, as are all methods.
 
-    def rows_on_host(self, rows: Tensor, num_rows: int) -> list[list[int]]:
-        """`rows` [2, ranks] as numbers: those for each rank, and those from each. num_rows: of this rank."""
-        return rows.tolist()  # type: ignore[no-any-return]
+        counts_e: int64 [experts], rows of this rank for each expert. token_n: int64 [rows], the number of the token of
+        each row, which are sorted by expert; all ranks' numbers differ.
+        """
+        self.ranks, self._token_n = ranks, token_n
+        counts_re, ones = counts_e.view(ranks.size, -1), [1] * ranks.size
+        self._counts_se = start_exchange(counts_re, ones, ones, ranks.group).wait()
+        self.counts = self._counts_se.t().contiguous()
+        rows = torch.stack((counts_re.sum(1), self._counts_se.sum(1)))
+        self._rows, self._copied = rows.to("cpu", non_blocking=True), None
+        if rows.is_cuda:  # so that the host waits for the copy, not for what is launched after it
+            self._copied = torch.cuda.current_stream(rows.device).record_event()
+        self._pending: Pending | None = None
+
+    @cached_property
+    def sent_and_received(self) -> tuple[list[int], list[int]]:
+        """Rows for each rank, and from each. The host waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sent, received = self._rows.tolist()
+        return sent, received
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [received rows], the token of each, by expert, source and token."""
+        sent, received = self.sent_and_received
+        return start_exchange(self._token_n[:, None], sent, received, self.ranks.group).wait()[self._source, 0]
 
     def to_experts(self, x_nd: Tensor) -> Tensor:
-        """This rank's rows, sorted by expert, go to the experts; the rows that this rank's experts get."""
-        return _Exchanged.apply(x_nd, self, False)  # type: ignore[return-value]
+        """Start to send this rank's rows, sorted by expert, to the experts; returns what `arrived` takes."""
+        return _Sent.apply(x_nd, self, False)  # type: ignore[return-value]
 
     def from_experts(self, y_nd: Tensor) -> Tensor:
-        """The inverse of `to_experts`."""
-        return _Exchanged.apply(y_nd, self, True)  # type: ignore[return-value]
+        """Start to send the rows of this rank's experts back; returns what `arrived` takes."""
+        return _Sent.apply(y_nd, self, True)  # type: ignore[return-value]
 
-    def _sent(self, x_nd: Tensor) -> Tensor:
-        return exchange_rows(x_nd, self.sent, self.received, self.ranks.group)[self._source]
+    def arrived(self, started: Tensor, back: bool = False) -> Tensor:
+        """The rows that this rank gets. started: by `to_experts`, or if rows come back, by `from_experts`."""
+        return _Arrived.apply(started, self, back)  # type: ignore[return-value]
 
-    def _returned(self, y_nd: Tensor) -> Tensor:
-        return exchange_rows(y_nd[self._place], self.received, self.sent, self.ranks.group)
+    @cached_property
+    def _source(self) -> Tensor:
+        return _by_expert(self._counts_se, sum(self.sent_and_received[1]))
+
+    @cached_property
+    def _place(self) -> Tensor:
+        return self._source.argsort()
+
+    def start(self, x_nd: Tensor, back: bool) -> Tensor:
+        """Start to send rows. No others may be under way. Returns an empty tensor."""
+        assert self._pending is None
+        sent, received = self.sent_and_received
+        if back:
+            x_nd, sent, received = x_nd[self._place], received, sent
+        self._pending = start_exchange(x_nd, sent, received, self.ranks.group)
+        return x_nd.new_empty(0)
+
+    def finish(self, back: bool) -> Tensor:
+        """The rows of `start`, when they are there."""
+        assert self._pending is not None
+        rows, self._pending = self._pending.wait(), None
+        return rows if back else rows[self._source]
 
 
-class _Exchanged(Function):
-    """Each row goes to one place, so its gradient takes the way back."""
+class NoExchange:
+    """Instead of an `Exchange`, if this rank has all experts."""
+
+    def __init__(self, counts_e: Tensor, token_n: Tensor) -> None:
+        self.counts, self.tokens = counts_e, token_n
+
+    def to_experts(self, x_nd: Tensor) -> Tensor:
+        """x_nd."""
+        return x_nd
+
+    from_experts = to_experts
+
+    def arrived(self, started: Tensor, back: bool = False) -> Tensor:
+        """started."""
+        return started
+
+
+class _Sent(Function):
+    """Each row goes to one place, so its gradient takes the way back: `_Arrived` starts it, and `_Sent` gets it. The
+    empty tensor between them only says which comes first."""
 
     @staticmethod
     def forward(ctx: Any, x_nd: Tensor, exchange: Exchange, back: bool) -> Tensor:
         ctx.exchange, ctx.back = exchange, back
-        return exchange._returned(x_nd) if back else exchange._sent(x_nd)
+        return exchange.start(x_nd, back)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        exchange: Exchange = ctx.exchange
-        return (exchange._sent if ctx.back else exchange._returned)(grad_outputs[0]), None, None
+        return ctx.exchange.finish(not ctx.back), None, None
+
+
+class _Arrived(Function):
+    """See `_Sent`."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: Exchange, back: bool) -> Tensor:
+        ctx.exchange, ctx.back = exchange, back
+        return exchange.finish(back)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.start(grad_outputs[0], not ctx.back), None, None
 
 
 def _by_expert(counts_se: Tensor, rows: int) -> Tensor:

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.parallel.mesh import ParallelMesh, axes_of, build_mesh
 from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, shared_amax
@@ -211,9 +211,17 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, check
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
         names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
-        if mesh.experts is not None:  # last: with one rank along `dp` it is the group of `ep`, too
-            names[mesh.shards.get_group().group_name] = ROWS
-        sent = [(part, replace(message, group=names.get(message.group, "all ranks"))) for part, message in ledger.sent]
+        exchanges = ("", "")
+        if mesh.experts is not None:
+            exchanges = "all-to-all", mesh.experts.group.group_name
+            (experts,) = axes_of(mesh.device_mesh, "experts")
+            names[mesh.shards.get_group().group_name] = ROWS  # with one rank along `dp` also the group of `ep`
+
+        def named(message: Message) -> Message:
+            exchanged = (message.operation, message.group) == exchanges
+            return replace(message, group=experts if exchanged else names.get(message.group, "all ranks"))
+
+        sent = [(part, named(message)) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
         return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent], by_fsdp))

@@ -274,6 +274,8 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
 def _savings(config: Config) -> Iterator[tuple[str, Any]]:
     """Changes that may save memory and are not in force, what costs least time first."""
     parallel, train = config.parallel, config.train
+    if parallel.expert == 1:
+        yield "parallel.expert", config.run.dry_ranks_per_host // parallel.tensor
     if parallel.reduce_gradients != "each":
         yield "parallel.reduce_gradients", "each"
     if train.activation_checkpointing == "none":
@@ -305,7 +307,7 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
 
 def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
-    if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
+    if memory.unreduced_gradients and config.parallel.shards(ranks) > 1 and config.parallel.expert == 1:
         unreduced += "; none with parallel.reduce_gradients=each"
     sizes = {
         "parameters (FP32 shards)": memory.parameters,

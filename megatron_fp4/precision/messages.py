@@ -56,11 +56,12 @@ def start_reduce_scatter(y: Tensor, group: ProcessGroup, async_op: bool = True) 
     return Pending(_reduce_scatter(out, y, group=group, async_op=async_op), y, out)
 
 
-def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def start_exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Pending:
     """[rows, columns] -> the rows that the ranks of `group` send to this one, ranks in order; any dtype, sent as bytes.
 
     sent, received: how many rows this rank sends to each rank and gets from each.
     """
+    x = x.contiguous()
     out = x.new_empty((sum(received), x.shape[1]))
-    dist.all_to_all_single(out.view(torch.uint8), x.contiguous().view(torch.uint8), received, sent, group=group)
-    return out
+    work = dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), received, sent, group, async_op=True)
+    return Pending(work, x, out)

@@ -239,20 +239,32 @@ def test_two_data_parallel_ranks_train_like_one(precision: str, layout: Layout) 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
-    """And its losses, those of multi-token prediction too; in NVFP4, with recomputation. The records have the load."""
+    """And its losses, those of multi-token prediction too; in NVFP4, with recomputation. The records have the load. Two
+    ranks that divide the experts resume like one."""
     sizes = ["model.moe_num_experts=4", "model.moe_ffn_dim=48", "model.moe_shared_ffn_dim=32"]
     sizes += ["model.pattern=ME/*E/*E", "model.mtp_use_repeated_layer=true"]
     settings = [*SMALL_RUN, *FAST, *small_corpus(tmp_path), *sizes, "train.activation_checkpointing=block"]
     settings += ["train.steps=4", "checkpoint.interval=2", "logging.interval=2", "model.nvfp4_bf16_blocks.last=0"]
     settings += ["precision=nvfp4", "precision.switch.when=never", "precision.diagnostics.interval=2"]
     run(1, [*settings, f"run.dir={tmp_path}/a"])
-    run(1, [*settings, f"run.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"])
-    ends = [records(tmp_path / name, "step")[-1] for name in "ab"]
+    resume = f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"
+    run(1, [*settings, f"run.dir={tmp_path}/b", resume])
+    divided = ["parallel.expert=2", "run.replay_interval=1", "run.replicas_interval=1"]
+    run(2, [*settings, *divided, f"run.dir={tmp_path}/c", resume])
+    ends = [records(tmp_path / name, "step")[-1] for name in "abc"]
     assert (ends[0]["loss"], ends[0]["grad_norm"]) == (ends[1]["loss"], ends[1]["grad_norm"])
     further = [records(tmp_path / name, "mtp")[-1] for name in "ab"]
     assert further[0] == further[1] and all(6 < further[0]["depths"][depth] < 6.5 for depth in "12")
-    biases = [open_checkpoint(tmp_path / name, CONFIGS).tensor("blocks.1.mixer.router.bias") for name in "ab"]
-    assert torch.equal(*biases) and biases[0].abs().max() > 2e-3 and biases[0].mean().abs() < 1e-8
+    assert (ends[2]["loss"], ends[2]["grad_norm"]) == pytest.approx((ends[0]["loss"], ends[0]["grad_norm"]), rel=1e-4)
+    biases = [open_checkpoint(tmp_path / name, CONFIGS).tensor("blocks.1.mixer.router.bias") for name in "abc"]
+    assert torch.equal(biases[0], biases[1]) and torch.equal(biases[0], biases[2])
+    assert biases[0].abs().max() > 2e-3 and biases[0].mean().abs() < 1e-8
+    blocks = [records(tmp_path / name, "experts")[-1]["blocks"]["blocks.1"] for name in "ac"]
+    assert blocks[1] == pytest.approx(blocks[0], abs=1e-3)
+    linears = [records(tmp_path / name, "diagnostics")[-1]["linears"] for name in "ac"]
+    for name in ("experts_up", "experts_down"):  # each rank measures a micro-batch of its own
+        one, two = (found[f"blocks.1.mixer.{name}"]["gemms"] for found in linears)
+        assert two == pytest.approx(one, rel=0.1)
     loads = [record["blocks"]["blocks.1"]["max_load"] for record in records(tmp_path / "a", "experts")]
     assert len(loads) == 2 and all(1 <= load <= 2 for load in loads)  # 2 of 4 experts: at most twice the mean
     flips = [record["blocks"]["blocks.1"] for record in records(tmp_path / "a", "flips")]

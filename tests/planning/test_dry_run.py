@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,20 @@ def test_messages_of_a_step(tp2_dp4):
     assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 1
     assert {message.group for message in tp2_dp4.ends} == {"dp"} and sum(tp2_dp4.ends.values()) == 3
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(ranks: int) -> None:
+    """With two ranks, `ep` and the axis of all shards are the same ranks."""
+    sizes: dict[str, Any] = {"moe_num_experts": 4, "moe_top_k": 2, "moe_ffn_dim": 64, "moe_shared_ffn_dim": 32}
+    (dry,) = run_each(ranks, configured("bf16", replace(MODEL, pattern="E", **sizes), expert=2))
+    rows, micro_batches, experts = 2 * 128, 64 // ranks, 2 * 2 * 64 * 64
+    # Counts; tokens; rows to the experts and back, and their gradients.
+    sent = {4 * 8: micro_batches, rows * 8: micro_batches, rows * 64 * 2: 4 * micro_batches}
+    assert sizes_of(dry, "all-to-all", "ep") == sent
+    rest = (2 * 256 + 2 * 32 + 4 + 2) * 64  # embedding and head, shared expert, router, norms
+    assert dry.memory.num_parameters == (2 * experts + rest) // ranks
+    assert sum(n * size for size, n in sizes_of(dry, "reduce-scatter", "dp").items()) == 4 * experts
 
 
 def test_resharding_gathers_more_often_and_holds_less(on_four):

@@ -42,6 +42,8 @@ def test_messages_within_a_host_and_between_hosts():
     assert axis_bandwidth("dp", 64, parallel, 512, run) == 40  # the axis has one rank on each host
     assert axis_bandwidth("dp", 128, ParallelConfig(tensor=4), 512, run) == 80
     assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 300  # eight adapters are faster than the links
+    assert axis_bandwidth("dp", 8, ParallelConfig(expert=8), 64, run) == 40
+    assert axis_bandwidth("dp_ep", 64, ParallelConfig(expert=8), 64, run) == 300
     assert axis_bandwidth("replicate", 2, ParallelConfig(replicate=2), 16, run) == 40
     assert axis_bandwidth("tp", 8, ParallelConfig(tensor=8, gpu="b200"), 512, run) == 600
 
