@@ -34,8 +34,8 @@ CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_di
                  moe_aux_loss=0.1, moe_latent_dim=16)  # fmt: skip
 LAYOUTS = {2: [Layout(2, expert=2)], 4: [Layout(4, expert=4), Layout(4, expert=2), Layout(4, expert=2, replicate=2)]}
 VARIANTS = {
-    "nvfp4": ({}, "none"),
-    "fp32": ({"moe_weight": "before_down"}, "block"),
+    "nvfp4": ({"pattern": "ME/E/E", "mtp_use_repeated_layer": True}, "none"),
+    "fp32": ({"pattern": "ME/E", "moe_weight": "before_down", "moe_activation": "swiglu"}, "block"),
     "quartet2": ({"moe_ffn_dim": 128, "moe_latent_dim": 128}, "selective"),
 }
 IDENTITY = run_identity(Config(model=CONFIG), {"tokenizer": "one"})
