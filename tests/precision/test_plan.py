@@ -190,14 +190,12 @@ def test_a_plan_knows_the_share_of_weights_in_4_bits():
         share = in_4_bits / sum(row.linear.parameters for row in plan.rows)
         assert plan.share_in_4_bits == pytest.approx(share) and (share < 0.6) == few
         assert bool(plan.warning(name)) == few
-        for pattern in ("*-*-", "*GMG") if few else ():  # a head among the exceptions, which is in no block
-            head = "precision.exceptions=[{names: [head], precision: nvfp4}]"
-            own, _ = plans_of(
-                composed("precision=nvfp4", f"model.pattern={pattern}", "precision.bf16_blocks.last=3", head)
-            )
-            assert ("use precision=" in own.warning("nvfp4")) == ("M" not in pattern)
         assert f"{share:.1%} of all in 4 bits" in str(plan_table(plan, name).caption)
     assert not plan_of(recipe=ref.MXFP8).warning("mxfp8")
+    for pattern, few in (("*-*-", True), ("*GMG", False)):  # an exception for the head, which is in no block
+        given = "precision.bf16_blocks.last=3", "precision.exceptions=[{names: [head], precision: nvfp4}]"
+        plan, _ = plans_of(composed("precision=nvfp4", f"model.pattern={pattern}", *given))
+        assert ("use precision=nvfp4_4over6" in plan.warning("nvfp4")) == few
 
 
 def test_the_step_of_a_switch():

@@ -39,11 +39,10 @@ def test_stochastic_rounding_picks_a_neighbour_by_the_draw_for_the_position(name
     actual = quantize(torch.from_numpy(x), name, blocks_of(name)[0], "stochastic", key=key)
     scaled, table = np.abs(oracle.family(x, name, blocks_of(name)[0])[0]), oracle.values_of(MEMBERS[name].element)
     below = np.searchsorted(table, scaled, side="right") - 1
-    spacing = table[np.minimum(below + 1, len(table) - 1)] - table[below]
-    up = (scaled - table[below]) / np.where(spacing > 0, spacing, 1) + rounding_draws(key, *x.shape, "cpu").numpy() >= 1
-    expected = table[np.minimum(below + up, len(table) - 1)]
-    assert (np.abs(actual.elements.numpy()) != expected).mean() < 1e-3  # one sum is rounded to FP32
-    assert 0.3 < up[spacing > 0].mean() < 0.7
+    spacing = np.diff(table, append=2 * table[-1] - table[-2])[below]
+    expected = np.floor((scaled / spacing).astype(np.float32) + rounding_draws(key, *x.shape, "cpu").numpy()) * spacing
+    assert np.array_equal(np.copysign(expected, x), actual.elements.numpy())
+    assert 0.3 < (expected > table[below])[scaled > table[below]].mean() < 0.7
 
 
 @EACH

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_fp4.quantization import quantize, quantize_nvfp4, rounding_key
-from megatron_fp4.quantization.rounding import rounding_draws
 from tests.quantization import oracle
 from tests.quantization.cases import NAMES, close_in_fp32, codes_of, scales_of, tensors
 
@@ -98,22 +97,6 @@ def test_a_non_finite_element_makes_its_block_non_finite_and_in_nvfp4_all_values
     for rounding in ("nearest", "stochastic") if name in FOUR_BITS else ("nearest",):
         values = quantized(name, x, square, rounding=rounding, key=rounding_key(0)).dequantize()
         assert torch.equal(~values.isfinite(), expected)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-@SQUARE
-def test_stochastic_rounding_picks_a_neighbour_by_the_draw_for_the_position(name: str, square: bool) -> None:
-    """test_rounding.py tests that this is unbiased."""
-    form = FORMATS[name]
-    x, key = tensors(form.width, 64)["student_t"], rounding_key("draws")
-    actual = quantized(name, torch.from_numpy(x), square, rounding="stochastic", key=key)
-    expected = form.oracle(x, form.width if square else 1)
-    assert np.array_equal(scales_in(name, actual), expected.scales)
-    decode = np.repeat(expected.scales, form.width, axis=1) * (expected.amax / 2688 if name == "nvfp4" else 1)
-    magnitude = np.minimum(np.abs(x) / decode, 6)
-    spacing = np.where(magnitude < 2, 0.5, np.where(magnitude < 4, 1, 2))
-    rounded = np.floor(magnitude / spacing + rounding_draws(key, *x.shape, "cpu").numpy()) * spacing
-    assert np.array_equal(oracle.E2M1[codes_of(actual)], np.copysign(rounded, x))
 
 
 def test_without_a_key_stochastic_rounding_uses_torchs_generator() -> None:
