@@ -381,6 +381,7 @@ class MoE(Mixer):
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": True,
         },
+        gated=lambda config: config.moe_activation == "swiglu",
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:

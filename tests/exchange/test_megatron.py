@@ -130,6 +130,7 @@ def test_an_export_imported_again_has_the_same_weights_and_settings(
     """FP32 exports keep the masters, BF16 exports the BF16 weights. No override is needed for the settings."""
     monkeypatch.setattr(weights_only, "FILE_BYTES", 50_000)
     checkpoint = checkpoints[case]
+    assert arguments_of(checkpoint.config.model, 64, bf16=True)["swiglu"] == ("gated" in case)
     export_megatron(checkpoint, tmp_path / "theirs", dtype=dtype)
     assert len(list((tmp_path / "theirs" / ITERATION).glob("*.distcp"))) > 2
     stored = read_by_torch(tmp_path / "theirs" / ITERATION)
