@@ -45,7 +45,6 @@ class Blend:
         self._reach = -(-self.period // min(self.shares)) + 2
 
     def __eq__(self, other: object) -> bool:
-        """Whether both blends serve the same source at every index."""
         return isinstance(other, Blend) and (self.names, self.shares) == (other.names, other.shares)
 
     __hash__ = None  # type: ignore[assignment]
@@ -67,7 +66,6 @@ class Blend:
         return [periods * share + count for share, count in zip(self.shares, within, strict=True)]
 
     def _walk_to(self, slot: int) -> _Walk:
-        """The walk at `slot` of the period."""
         if not self._walk.slot <= slot <= self._walk.slot + self._reach:
             start = max(0, slot - self._reach)
             # Possible counts: each source's share of the slots, rounded down or up.
@@ -95,13 +93,11 @@ class _Walk:
             self._queue(source)
 
     def next_source(self) -> int:
-        """The source of `slot`."""
         while self._waiting and self._waiting[0][0] <= self.slot:
             self._make_ready(heapq.heappop(self._waiting)[1])
         return self._ready[0][1]
 
     def advance(self) -> None:
-        """Move to the next slot."""
         source = self.next_source()
         heapq.heappop(self._ready)
         self.counts[source] += 1

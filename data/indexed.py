@@ -412,7 +412,6 @@ class IndexedDataset:
         return self._index.read(offset, length, exact=self._opening)
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
-        """(dtype, number of sequences, number of documents)."""
         header = self._bytes(0, min(HEADER.size, self._index.size))
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._damaged(f"starts with {header[:9]!r}, not with Megatron's {MAGIC!r}")

@@ -85,7 +85,6 @@ class MicroBatch:
         return cls(index, tokens, targets, documents[:, :-1].contiguous(), num_documents, num_targets)
 
     def pin_memory(self) -> MicroBatch:
-        """A copy in page-locked memory."""
         documents = None if self.documents is None else self.documents.pin_memory()
         return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
 
@@ -152,7 +151,6 @@ class MicroBatchLoader:
                 yield batch
 
     def _first_samples(self, start_step: int, end_step: int) -> Iterator[int]:
-        """The first global sample of each of this rank's micro-batches in the steps [start_step, end_step)."""
         for step in range(start_step, end_step):
             count = self.num_micro_batches(step)
             for turn in range(count):
@@ -160,7 +158,6 @@ class MicroBatchLoader:
                 yield self.schedule.samples_before(step) + index * self.micro_batch_size
 
     def _batches(self, start_step: int, end_step: int) -> Generator[MicroBatch, None, None]:
-        """All micro-batches in order, read on demand or ahead of time by workers."""
         reads = partial(row_readers, self.schedule, self.sources, self.micro_batch_size, self.masked)
         firsts = self._first_samples(start_step, end_step)
         if self.num_workers == 0:

@@ -273,7 +273,6 @@ class Layout:
     bases: dict[str, int] = field(default_factory=dict)
 
     def locate(self, sample: int) -> tuple[str, int]:
-        """(source, ordinal) of a sample of the run."""
         dataset, index = 0, self.first + sample - self.start
         if self.folder is not None:
             arrays = (_stored(self.folder, name) for name in ("dataset_index", "dataset_sample_index"))
@@ -289,7 +288,6 @@ class Layout:
 
 
 def _counts_before(folder: Path, position: int, num_datasets: int) -> list[int]:
-    """How many samples of each dataset come before a position of a blend."""
     datasets = _stored(folder, "dataset_index")
     found, back = np.unique(datasets[max(0, position - _LOOK_BACK) : position][::-1], return_index=True)
     if len(found) < num_datasets:

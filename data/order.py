@@ -55,7 +55,6 @@ class Permutation:
         self._round_keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """The place of `index` in the permutation."""
         assert 0 <= index < self.size, (index, self.size)
         value = self._feistel(index)
         while value >= self.size:
@@ -128,7 +127,6 @@ class DocumentOrder:
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
 
     def window(self, epoch: int, position: int, documents: bool) -> Window:
-        """The window at `position` of an epoch. documents: whether to number its documents."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
             group -= 1
@@ -142,7 +140,6 @@ class DocumentOrder:
         return Window(tokens, numbers)
 
     def _group_start(self, group: int) -> int:
-        """The first token of a group, in the epoch's stream."""
         return self._stream.num_tokens if group == self._num_groups else group * _RUNS_IN_GROUP * self._run
 
     def _first_window(self, group: int) -> int:

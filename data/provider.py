@@ -98,7 +98,6 @@ class RunData:
 
     @property
     def unigram_entropy(self) -> dict[str, float]:
-        """Of each held-out set, in nats per token."""
         return {name: of_set.unigram_entropy for name, of_set in self.statistics.items()}
 
     @property
@@ -108,7 +107,6 @@ class RunData:
         return dict(sorted(sizes.items(), key=lambda item: -item[1])[:64])
 
     def summary(self) -> list[str]:
-        """Lines that list what was opened."""
         lines = [self.bundle.summary()]
         if unused := [name for name in self.bundle.train if name not in self.loader.sources]:
             lines.append(f"warning: no phase draws from data.sources.{', '.join(unused[:8])}")

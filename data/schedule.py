@@ -127,7 +127,6 @@ class PhaseSpan:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> PhaseSpan:
-        """The span that has this `description`."""
         kept = {field.name: entry[field.name] for field in fields(cls) if field.name != "end_step"}
         steps = (entry["end"] - entry["start"]) // entry["batch_size"]
         return cls(**{**kept, "end_step": entry["first_step"] + steps, "blend": Blend(dict(entry["blend"]))})
@@ -232,7 +231,6 @@ class PhaseSchedule:
         return self.spans[bisect_right(self.spans, global_sample, key=lambda span: span.start) - 1]
 
     def samples_before(self, step: int) -> int:
-        """How many global samples the steps [0, step) have."""
         span = self.span(step)
         return span.start + (step - span.first_step) * span.batch_size
 
@@ -245,7 +243,6 @@ class PhaseSchedule:
         return span.first_step + steps
 
     def locate(self, global_sample: int) -> Location:
-        """The origin of a global sample."""
         span = self.span_at(global_sample)
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)

@@ -114,7 +114,6 @@ def check_indexed(data: Any) -> None:
 
 
 def _plain_prefixes(key: str, values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By source, the prefixes that are not patterns."""
     found = {}
     for name, value in values.items():
         named = entries(f"{key}.{name}", value)

@@ -217,7 +217,6 @@ class HuggingFaceTokenizer(TextTokenizer):
         return self._tokenizer.token_to_id(token)
 
     def save(self, path: str | Path) -> None:
-        """Write `tokenizer.json`, which `tokenizers` and `transformers` also read."""
         Path(path).write_text(self.content, encoding="utf-8")
 
     def fingerprint(self) -> str:

@@ -205,7 +205,6 @@ class _Worker:
         return f"is dead: killed by signal {-code}, {name}{why}"
 
     def state(self) -> str:
-        """What the process does now, as text."""
         if self.process.poll() is not None:
             return self.end(0.0)
         letters = set()

@@ -79,7 +79,6 @@ class FolderCheck:
             yield self._tokenizer(self.tokenizer)
 
     def _presence(self) -> Finding:
-        """Every expected tensor exists, and no other."""
         expected, layout = set[str](), self.folder.layout
         for name, parts in self.sections.items():
             for part in parts:

@@ -107,7 +107,6 @@ class KeptTokenizer(Callback):
     """Keeps the files of the run's tokenizer in run.dir/tokenizer, from which commands read it without other paths."""
 
     def start(self, done: int) -> None:
-        """Copy them."""
         run_dir, tokenizer = Path(self.trainer.config.run.dir), self.trainer.data.bundle.tokenizer
         if self.trainer.mesh.rank == 0 and self.trainer.config.data.tokenizer is not None:
             attempt(f"{run_dir}/{KEPT}", lambda: keep_tokenizer(run_dir, tokenizer))
@@ -123,7 +122,6 @@ class Exports(Callback):
         self._running: _Running | None = None
 
     def lacking(self, done: int) -> list[str]:
-        """The exports that are not made yet."""
         return [f"its export of step {step}" for step in self._missing(done)]
 
     def start(self, done: int) -> None:
@@ -276,7 +274,6 @@ class Exports(Callback):
                 self._failed(step, str(error))
 
     def _start_export(self, step: int) -> _Running:
-        """Start scripts/convert.py. Raises OSError."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         return _Running(step, start_script(SCRIPT, self._arguments(step), output), output, time.monotonic())
 

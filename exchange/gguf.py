@@ -160,7 +160,6 @@ def _in_pairs(rows: Tensor, part: Section, config: ModelConfig) -> Tensor:
 
 
 def _empty_codes(shape: torch.Size) -> NVFP4Tensor:
-    """Codes and scales without values, for their shapes."""
     rows, columns = shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
     scales = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn, device="meta")

@@ -176,7 +176,6 @@ def _special_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> dic
 
 
 def _json(content: Mapping[str, Any]) -> str:
-    """JSON as transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 

@@ -65,7 +65,6 @@ class Folder:
         return _TYPES[kind], tuple(part.get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in its stored dtype."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 

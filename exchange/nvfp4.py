@@ -252,11 +252,9 @@ class Layout:
         return decoded / stored if self.inverse else decoded * stored
 
     def names(self, module: str) -> list[str]:
-        """The names of the codes, block scales and tensor scale of `module`."""
         return [f"{module}.{kind}" for kind in (self.codes, self.scales, self.weight_scale)]
 
     def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        """The tensor scale for this amax, as it is stored."""
         if self.inverse:  # with one dimension, because compressed-tensors divides by a 0-dim tensor in BF16
             return encode_tensor_scale(amax, scale_max).reshape(1)
         return tensor_decode_scale(amax, scale_max).clone()

@@ -153,7 +153,6 @@ class Difference(NamedTuple):
 
 
 def _digits(error: float | None) -> int:
-    """How many decimals to print for a number with this error."""
     if error is None or error < 1:
         return 4
     return 2 if error < 100 else 0
@@ -246,7 +245,6 @@ def examine(
 
 
 def _scores_of(results: Mapping[str, Any]) -> dict[Metric, Score]:
-    """The score of each metric of each task and group. results: of lm-eval."""
     scores = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])

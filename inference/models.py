@@ -37,7 +37,6 @@ class Model(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for the JSON file."""
         if self.checkpoint is None:
             return {"path": str(self.path)}
         return {"path": str(self.checkpoint.folder), "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
@@ -208,7 +207,6 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], progress: Progress | None = None) -> list[Scored]:
-        """The result of each row, in order."""
         found: dict[int, Scored] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):
             found.update(zip(batch, self._score_batch([rows[number] for number in batch]), strict=True))

@@ -127,7 +127,6 @@ class _CausalConvSiLU(Function):
 
 
 def _tap_inputs(x: Tensor, weight: Tensor, documents: Tensor | None) -> Iterator[Tensor]:
-    """The input [b, s, c] of each tap, in the weight's dtype."""
     before = weight.shape[1] - 1
     padded_documents = None if documents is None else F.pad(documents, (before, 0), value=-1)
     return _shifts(F.pad(x.to(weight.dtype), (0, 0, before, 0)), before + 1, padded_documents, before)
@@ -147,7 +146,6 @@ class CausalConv(nn.Module):
         return dict.fromkeys(("weight", "bias"), lambda draws: draws.uniform(-bound, bound))
 
     def local_parameters(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of this rank's channels, FP32."""
         return local_parameter(self.weight), local_parameter(self.bias)
 
 

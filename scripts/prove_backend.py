@@ -92,7 +92,6 @@ class Proof:
         return [finding for finding in self.findings if finding.fault]
 
     def row(self) -> list[str]:
-        """Its row in the table of comparisons."""
         lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
         arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []

@@ -73,7 +73,6 @@ class Source(NamedTuple):
         return f"{self.name.replace('-', '_')}-{self.version}-*.whl"
 
     def wants(self, path: str) -> bool:
-        """Whether a file has the source's kind, matches its pattern and is in its share."""
         drawn = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4]) / 2**32
         return (
             path.endswith(SUFFIXES[self.kind]) and drawn < float(self.share) and re.search(self.paths, path) is not None

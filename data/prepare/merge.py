@@ -115,7 +115,6 @@ def check_pair(prefix: str | Path) -> str:
 
 
 def _compare_facts(dataset: IndexedDataset, digest: str) -> None:
-    """Raise ValueError if the counts or hashes in the dataset's `.json` are wrong. digest: the sha256 of its `.bin`."""
     try:
         facts = dict(json.loads(Path(f"{dataset}.json").read_bytes()))
         facts |= dict(facts.get("sha256", {}))

@@ -421,8 +421,6 @@ def _csv_tasks(path: Path, field: str) -> Tasks:
 
 
 def _arrow_tasks(read: Callable[[Path, str], Iterator[Any]], path: Path, field: str) -> Tasks:
-    """read: gives the record batches of a file."""
-
     def batches() -> Iterator[tuple[int, list[Any]]]:
         try:
             import pyarrow  # an optional package

@@ -128,7 +128,6 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
 
 
 def _differences(prefix: str, fields: Any, before: Any, now: Any) -> Iterator[Change]:
-    """Compare `before` and `now` field by field where `fields` is a dataclass or a list of them, else as one value."""
     if dataclasses.is_dataclass(fields) and isinstance(before, Mapping):
         for name in (field.name for field in dataclasses.fields(fields)):
             if name in before and name in now:

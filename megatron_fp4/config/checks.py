@@ -251,7 +251,6 @@ def check_launch() -> None:
 
 
 def _variable(name: str, least: int, most: int) -> int | None:
-    """The value of an environment variable, from `least` to `most`; None if it is not set."""
     if (text := os.environ.get(name)) is None:
         return None
     if not (text.strip().isdecimal() and len(text) < 40 and least <= int(text) <= most):

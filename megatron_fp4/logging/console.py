@@ -85,11 +85,9 @@ class RunConsole:
         self._print(printable(text))
 
     def event(self, step: int, text: str) -> None:
-        """Print an event after `step` steps: a switch, a checkpoint, a signal."""
         self.text(f"after step {step}: {text}")
 
     def validation(self, step: int, losses: Mapping[str, float], bits_per_byte: Mapping[str, float]) -> None:
-        """Print validation losses by source, in nats per token, and in bits per byte of text where that is known."""
         bits = {source: f" ({value:.4f} bits/byte)" for source, value in bits_per_byte.items()}
         each = "  ".join(f"{source} {loss:.4f}{bits.get(source, '')}" for source, loss in losses.items())
         self.text(f"validation after step {step}: {each}")
@@ -113,7 +111,6 @@ class RunConsole:
                 self._waits.clear()
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
-        """The numbers of a line. A narrow terminal drops the last ones."""
         # The first step compiles and allocates, so an ETA that includes it would be wrong for a long time.
         first, began = self._first = self._first or (metrics.step, time.monotonic())
         done, left = metrics.step - first, self._total - metrics.step

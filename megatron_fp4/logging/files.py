@@ -35,14 +35,12 @@ class Outage:
         self.name, self.meanwhile, self.on = name, meanwhile, False
 
     def failed(self, error: Exception) -> None:
-        """An attempt failed."""
         if not self.on:
             kind = type(error).__name__
             logger.error("LOGGING FAILED, training continues: %s: %s: %s; %s", self.name, kind, error, self.meanwhile)
         self.on = True
 
     def worked(self) -> None:
-        """An attempt succeeded."""
         if self.on:
             logger.warning("%s works again, and gets the waiting data", self.name)
         self.on = False
@@ -86,7 +84,6 @@ class RecordFile:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Sync and close."""
         self.sync()
         with self._lock:
             self._close()
@@ -139,12 +136,10 @@ class Transcript(logging.Handler):
         self._path: Path | None = None
 
     def open(self, path: Path) -> None:
-        """From now on append to `path`."""
         self._path, waiting, self._waiting = path, self._waiting, []
         self._append(waiting)
 
     def text(self, text: str) -> None:
-        """Add the lines of `text`."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = [f"{now}  {printable(line)}".rstrip() + "\n" for line in text.splitlines()]
         if self._path is None:

@@ -106,7 +106,6 @@ class StepMetrics:
         return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def curves(self) -> dict[str, float]:
-        """Name -> value of its curves."""
         curves = {
             "loss/train": self.loss,
             "optimizer/lr": self.lr,
@@ -168,7 +167,6 @@ class MetricsWriter:
         self._record_news(step)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record one training step."""
         values = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
         self.record(metrics.step, "step", values, metrics.curves())
 
@@ -266,7 +264,6 @@ class View:
             logger.error("%s: %s within %.0f s; metrics.jsonl has all%s", self.name, left, patience, self._remedy())
 
     def _open(self) -> Any:
-        """Open the object that the queued actions write to; it becomes `_writer`."""
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -284,7 +281,6 @@ class View:
             self._changed.notify()
 
     def _work(self) -> None:
-        """The thread: run the queued actions, in order, until the view is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)

@@ -162,7 +162,6 @@ def write_report(
 
 
 def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None, note: str) -> str:
-    """The HTML about `runs`. note: why there is no baseline."""
     several = len(runs) > 1
     base, others = (runs[0], runs[1:]) if baseline is None and several else (baseline, runs)
     if base is not None:
@@ -450,8 +449,6 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder], looks: Looks) -> li
 
 
 def _learning_rate(runs: Sequence[RunFolder], looks: Looks) -> Markup:
-    """Exact values, which need no smoothing."""
-
     def draw(_: Figure, axes: Axes) -> None:
         for run in runs:
             axes.plot(*run.series("lr"), label=run.name if len(runs) > 1 else "learning rate", **looks[run.path].line())
@@ -462,7 +459,6 @@ def _learning_rate(runs: Sequence[RunFolder], looks: Looks) -> Markup:
 
 
 def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind: str) -> list[Markup]:
-    """The curve of one field; nothing if no run has it."""
     every = []
     for run in runs:
         steps, values = run.series(field, kind)

@@ -80,7 +80,6 @@ def _seconds_of_linear(gpu: Gpu, linear: LinearShape, recipe: Recipe, native: bo
 
 
 def _rate(gpu: Gpu, gemm: Gemm) -> float:
-    """FLOP/s that a large GEMM reaches."""
     kind = "fp4" if all(operand.in_4_bits for operand in gemm.operands) else "fp8"
     kind = kind if all(operand.quantized for operand in gemm.operands) else "bf16"
     return float(_REACHED[kind] * getattr(gpu, kind) * 1e12)

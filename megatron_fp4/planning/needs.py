@@ -212,7 +212,6 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 
 
 def _peak(config: Config, models: ModelProvider, data: DataProvider, ranks: int) -> int:
-    """The bytes that a rank would need. Raises ConfigError for a configuration that cannot run."""
     check(config, models, data, ranks, "cuda")
     planned = as_planned(config, plans_of(config, models))
     build = partial(sharded_model, planned, models)
@@ -220,7 +219,6 @@ def _peak(config: Config, models: ModelProvider, data: DataProvider, ranks: int)
 
 
 def _check_folders(config: Config) -> None:
-    """Raise ConfigError unless a run could write to its folders. Leaves no file there."""
     run_dir = Path(config.run.dir)
     for name in ("", *written_folders(config)):
         try:

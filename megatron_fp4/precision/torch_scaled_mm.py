@@ -183,8 +183,6 @@ class TorchBackend(Backend):
 def _makers(
     x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
-    """As `TorchBackend.operands`, with each operand quantized by itself."""
-
     def make(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
         operand, rows = request.operand, rows_of(x, place, along == "rows")
         if fused is not None:

@@ -333,7 +333,6 @@ def check(backend: Backend, case: Case, device: torch.device, fairness: bool = F
 
 
 def _comparisons(backend: Backend, case: Case, device: torch.device, fairness: bool) -> Iterator[tuple[Any, ...]]:
-    """The fields of each `Finding` after its case."""
     recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
     sharding = Sharding(Span(ranks=case.in_shards), Span(ranks=case.out_shards), case.num_groups)

@@ -98,7 +98,6 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """All keys that are neither sections nor lists, with their values as text."""
     if isinstance(node, list | dict) and node:
         for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(inner, f"{key}[{name}]" if isinstance(node, list) else f"{key}.{name}".lstrip("."))

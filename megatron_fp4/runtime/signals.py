@@ -81,7 +81,6 @@ class StopRequest:
         return self
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

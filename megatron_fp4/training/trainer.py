@@ -406,12 +406,10 @@ class Trainer:
         return WSDSchedule.of(self.config).lr(step, switch.switched_at, switch.config.rewarm_steps)
 
     def phase(self, step: int) -> str:
-        """The name of the data phase of `step` (from 0)."""
         return str(self.data.phases.span(step).name)
 
     @property
     def plan_name(self) -> str:
-        """The name of the current precision, for records."""
         switch, name = self.precision.switch, self.config.precision.name
         return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
 
@@ -500,7 +498,6 @@ class Trainer:
                     raise ConfigError(str(error)) from error
 
     def _saves_ended(self, save_failed: bool = False) -> None:
-        """Record the saves that have ended. save_failed: whether one failed on any rank."""
         reports = self.checkpointer.reports(save_failed)
         self.log.saves(reports)
         for callback in self.callbacks:

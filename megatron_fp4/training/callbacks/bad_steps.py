@@ -137,7 +137,6 @@ class Spikes(Callback):
             self._regime, self._history = regime, []
 
     def after_step(self, step: Step) -> None:
-        """Handle a spike. Raises SpikeError on all ranks, with a diagnosis, after too many in a row."""
         if (spike := self.observe(step.result)) is None:
             return
         self._skip_or_roll_back(spike, step.done)

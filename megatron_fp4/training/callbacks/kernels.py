@@ -189,7 +189,6 @@ class KeptKernels:
         self.folder, self.writes, self._failed = folder, False, False
 
     def install(self) -> None:
-        """Make Triton use them."""
         kept, cache = self, importlib.import_module("triton.runtime.cache")
 
         class Manager(cache.FileCacheManager):  # type: ignore[misc, name-defined]
