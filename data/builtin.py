@@ -79,7 +79,7 @@ def check_builtin(data: Any) -> None:
     for key in ("sources", "validation", "tokenizer", "eod_token"):
         if value := getattr(data, key):
             raise ValueError(
-                f"data.{key}={value} has no effect with data.kind=builtin; choose data=indexed for your own data"
+                f"data.{key}={value} has no effect with data.kind=builtin; choose data=indexed for your data"
             )
 
 

@@ -258,7 +258,7 @@ class MicroBatchLoader:
         now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
         keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
         found = [
-            f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value
+            f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if value != saved[key]
         ]
         if isinstance(self.schedule, MegatronSchedule) and "megatron" in saved:
             found += self.schedule.layout_differences(saved["megatron"], consumed)

@@ -457,7 +457,7 @@ def check_megatron(data: Any) -> None:
     run = data.megatron
     if data.order != "megatron" and run != type(run)():
         raise ValueError(
-            f"data.megatron has no effect with data.order={data.order}; leave it out, or choose data.order=megatron"
+            f"data.megatron has no effect with data.order={data.order}; leave it out, or set data.order=megatron"
         )
     split_range(run.split, 0, 1)
     if run.phases == "relaunched" and len(data.phases) == 1:

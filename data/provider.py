@@ -317,9 +317,7 @@ def open_on_all_ranks(
     for its_problem, ranks in list(by_problem.items())[:3]:
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         reports.append(f"{', '.join(ranks[:8])}{more}: {its_problem}")
-    text = (
-        f"the {len(outcomes)} ranks do not have the same data: {'; '.join(reports)}. Copy the same files to every host"
-    )
+    text = f"the {len(outcomes)} ranks do not have the same data: {'; '.join(reports)}; copy the same to every host"
     if len(by_problem.get(problem, ())) == len(outcomes):  # all ranks have the same problem
         text = problem
     error_type = RuntimeError if any(has_crashed for _, has_crashed, _ in outcomes) else ValueError

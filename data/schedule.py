@@ -69,7 +69,7 @@ def phase_boundaries(
     open_ones = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
     if len(open_ones) > 1:
         raise ValueError(
-            f"the phases {' and '.join(open_ones)} have no length; give all but one of them steps, tokens or a fraction"
+            f"the phases {' and '.join(open_ones)} have no length; give all but one steps, tokens or a share"
         )
     tolerance = 1e-6 * num_steps if all(phase.fraction is not None for phase in phases) else 0.5
     if rest < 0.5 if open_ones else abs(rest) >= tolerance:
@@ -87,9 +87,7 @@ def phase_boundaries(
     ends[-1] = num_steps
     for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
         if first >= end and num_steps >= _TRIAL_STEPS:
-            raise ValueError(
-                f"phase {phase.name!r} gets none of the {num_steps:,} steps; make it longer, or leave it out"
-            )
+            raise ValueError(f"phase {phase.name!r} gets none of the {num_steps:,} steps; make it longer, or drop it")
     return ends
 
 

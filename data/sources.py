@@ -100,9 +100,7 @@ def _without_ending(path: str) -> str:
 def check_indexed(data: Any) -> None:
     """Raise ValueError for a configuration's `data` without sources, with invalid ones, or unknown ones in blends."""
     if not data.sources:
-        raise ValueError(
-            "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
-        )
+        raise ValueError("data.sources is empty; name .bin/.idx pairs without ending: 'data.sources={web: /data/web}'")
     _refuse_shared(_plain_prefixes("data.sources", data.sources), _plain_prefixes("data.validation", data.validation))
     for index, phase in enumerate(data.phases):
         for source in phase.blend if phase.blend != "tokens" else ():
@@ -279,6 +277,6 @@ def _without_end(datasets: Mapping[tuple[str, str], IndexedDataset], tokenizer: 
                 "the token that ends them"
             )
         warnings.append(
-            f"warning: {key}: documents of {dataset} do not end with {wanted}, at which generation and exports stop"
+            f"warning: {key}: documents of {dataset} do not end with {wanted}, where generation and exports stop"
         )
     return warnings[:8]

@@ -156,9 +156,7 @@ class _Descriptor:
         found, (size, mtime, inode) = os.fstat(self.number), opened_as
         # One of the two alone may change while the content stays, by `touch` or invented inodes.
         if found.st_size != size or (found.st_mtime_ns != mtime and found.st_ino != inode):
-            raise ValueError(
-                f"{path} was replaced while this run used it; restore the old file, or start the run again"
-            )
+            raise ValueError(f"{path} was replaced while this run used it; restore the old file, or start again")
 
     def __del__(self) -> None:
         if self.number >= 0:
@@ -221,9 +219,7 @@ class RemoteFile:
             start, end = first, last
         content = _with_retries(self.name, partial(_range, self.name, start, end))
         if _version_of(_with_retries(self.name, partial(_info, self.name))) != self._version:
-            raise ValueError(
-                f"{self.name} was replaced while this run used it; restore the old object, or start the run again"
-            )
+            raise ValueError(f"{self.name} was replaced while this run used it; restore it, or start again")
         if has_room:
             self._cache(cached, content)
         return content[first - start : last - start]

@@ -167,7 +167,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         except Exception as error:  # tokenizers raises no other type
             reason = " ".join(str(error).split())
             raise ValueError(
-                f"{name} cannot be read as a tokenizer.json ({reason}); save it again, or update tokenizers"
+                f"{name} cannot be read as a tokenizer.json ({reason}); save it anew, or update tokenizers"
             ) from error
         if dropout := settings["model"].get("dropout"):
             raise ValueError(f"{name} has dropout {dropout}, so its ids are random; set it to null in the file")
@@ -548,7 +548,7 @@ def _read_ranks(
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ValueError(
-                f"{file}:{number} is not a token in base64 and its rank; give a complete rank file"
+                f"{file}:{number} is no token in base64 with its rank; give a complete rank file"
             ) from error
     settings_file = file.with_suffix(".json")
     try:
@@ -557,9 +557,7 @@ def _read_ranks(
         special = {str(token): int(number) for token, number in settings["special_tokens"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         wanted = '{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}'
-        raise ValueError(
-            f"{file} has neither a pattern nor special tokens: write {settings_file} with {wanted}"
-        ) from error
+        raise ValueError(f"{file} needs a pattern and special tokens: write {settings_file} with {wanted}") from error
     if taken := set(special.values()) & set(ranks.values()):
         raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which another has in {file.name}")
     return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token, bos_token)

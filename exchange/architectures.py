@@ -60,9 +60,7 @@ def architecture_of(config: ModelConfig) -> str:
         heads = config.num_query_heads
         problem = f"{alternating[0]} needs model.hidden_dim to be a multiple of model.num_query_heads={heads}"
     if problem:
-        raise ValueError(
-            f"{no_architecture}model.rope=true, but {NEMOTRON_H} has attention without positions; {problem}"
-        )
+        raise ValueError(f"{no_architecture}model.rope=true, but {NEMOTRON_H} attends without positions; {problem}")
     return alternating[0]
 
 

@@ -158,9 +158,7 @@ def _check(folder: Folder, sections: Sections) -> None:
         if len(stored) > 1 and dtype == torch.uint8:
             shape = (shape[0], 2 * shape[1])
         elif dtype not in _FLOATS.values():
-            raise ValueError(
-                f"{folder.path}: {stored[0]} is {dtype}; weights in 16 or 32 bits, or NVFP4, can be imported"
-            )
+            raise ValueError(f"{folder.path}: {stored[0]} is {dtype}; weights in 16 or 32 bits, or NVFP4, are imported")
         if shape != part.shape:
             raise ValueError(f"{folder.path}: {stored[0]} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
         needed |= {*stored}

@@ -93,7 +93,7 @@ def trained_plan(
     """
     if checkpoint.weights_only:
         raise ValueError(
-            f"{checkpoint.folder} has imported weights that no run has trained; use --format hf, or bf16 of export-gguf"
+            f"{checkpoint.folder} has weights that no run has trained; use --format hf, or bf16 of export-gguf"
         )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
     in_effect = plan_in_effect(plans, switched_at)
@@ -106,9 +106,7 @@ def trained_plan(
                 "its precision.bf16_blocks.file, or use the version that trained it"
             )
     if which == "before" and not switched_at:
-        raise ValueError(
-            "--plan before: there was no precision switch between the first step and this checkpoint; leave it out"
-        )
+        raise ValueError("--plan before: there was no precision switch before this checkpoint; leave it out")
     dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
     before = TrainedPlan(plans[0], dtype, tensor, before_switch=True)
     chosen = before if which == "before" else TrainedPlan(in_effect, dtype, tensor)
@@ -230,9 +228,7 @@ def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config,
         leave_distributed()
     for name, amax in largest.items():
         if not (amax.isfinite() and amax > 0):
-            raise ValueError(
-                f"{name}: the largest input is {float(amax)}, which is no valid scale; try another checkpoint"
-            )
+            raise ValueError(f"{name}: the largest input is {float(amax)}, which is no scale; try another checkpoint")
     return {name: amax.cpu() for name, amax in largest.items()}
 
 

@@ -73,9 +73,7 @@ def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
     """The losses by transformers. Raises ValueError for a model with a smaller vocabulary than the run's."""
     vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
     if vocab_size < ours:
-        raise ValueError(
-            f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not an export of this run"
-        )
+        raise ValueError(f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not its export")
     scorer, losses = Scorer(opened.model), {}
     progress, done, total = ProgressLine("transformers"), 0, sum(held_out.num_samples for held_out in windows.sets)
     for held_out in windows.sets:

@@ -121,9 +121,7 @@ def export_hf_command(options: argparse.Namespace) -> int:
         if options.format == "hf" and getattr(options, name) is not None:
             raise ValueError(f"--{name} is for NVFP4; add --format nvfp4, or leave it out")
     if options.format != "hf" and options.dtype is not None:
-        raise ValueError(
-            f"--dtype {options.dtype}: with --format {options.format} other weights are bfloat16; leave it out"
-        )
+        raise ValueError(f"--dtype {options.dtype}: with --format {options.format} the rest is bfloat16; leave it out")
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     check_output(options.output, checkpoint.folder)
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None

@@ -90,7 +90,7 @@ TOGETHER = [
     # --- sections
     ("data.boundary_loss=false", "no effect with documents=joined; set documents=masked", "data.documents=masked"),
     ("parallel.sequence=true", "parallel: sequence=true has no effect with tensor=1; raise tensor"),
-    ("logging.profile_steps=[5]", "logging: profile_steps=[5] is not a window; give its first and last step"),
+    ("logging.profile_steps=[5]", "logging: profile_steps=[5] is no window; give first and last step"),
     ("logging.profile_steps=[5,400]", "logging.profile_steps=[5, 400] is not within this run's 300 steps"),
     (["run.replay_interval=50", "run.deterministic=false"], "replay_interval=50 compares bits", "true"),
     (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
@@ -125,7 +125,7 @@ TOGETHER = [
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
     ("run.device=cuda", "this machine has no CUDA device; use run.device=auto or cpu", "cpu"),
-    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is not a folder; give a checkpoint"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is no folder; give a checkpoint"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data

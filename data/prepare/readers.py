@@ -110,9 +110,7 @@ def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[
     for path in files:
         endings = [ending.lower() for ending in path.suffixes[-2:]]
         if refused := [e for e in endings if e in _REFUSED and (e == endings[-1] or e == ".tar")]:
-            raise ValueError(
-                f"{path} is compressed as {refused[-1]}; unpack it, or compress each file as .gz, .bz2, .xz or .zst"
-            )
+            raise ValueError(f"{path} is compressed as {refused[-1]}; unpack it, or use .gz, .bz2, .xz or .zst")
         with open(path, "rb") as file:  # a file that cannot be opened fails now, not after hours
             if file.read(4) in (b"PAR1", b"ARRO", b"\xff\xff\xff\xff"):
                 raise ValueError(f"{path} is a Parquet or Arrow file, not {format}; give it as --dataset")
@@ -295,9 +293,7 @@ def _blocks(path: Path, in_lines: bool = True, translate: bool = True) -> Iterat
             yield position, line, held[:end]
             line, held = line + held.count("\n", 0, end), held[end:]
         if len(held) > MAX_CHARACTERS:
-            raise ValueError(
-                f"{path}: a document after line {line} has more than {MAX_CHARACTERS:,} characters, the limit; split it"
-            )
+            raise ValueError(f"{path}: a document after line {line} has over {MAX_CHARACTERS:,} characters; split it")
     if held:
         yield position, line, held
 

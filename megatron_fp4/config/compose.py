@@ -289,9 +289,7 @@ def _defaults() -> DictConfig:
 
 def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
     if "${now:" in OmegaConf.to_yaml(composed):
-        raise ConfigError(
-            "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
-        )
+        raise ConfigError("${now:...} differs between ranks and restarts; write a fixed name, as in run.dir=runs/name")
     with _config_errors(folders):
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 

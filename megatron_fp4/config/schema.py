@@ -396,9 +396,7 @@ class LoggingConfig:
     def _has_a_window(self) -> LoggingConfig:
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            raise ValueError(
-                f"profile_steps={steps} is not a window; give its first and last step, such as [11,13], or []"
-            )
+            raise ValueError(f"profile_steps={steps} is no window; give first and last step, such as [11,13], or []")
         return self
 
 

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from types import TracebackType
 from typing import TextIO
 
 import numpy as np
@@ -71,9 +70,7 @@ class RunConsole:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -225,9 +222,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
         rows.append((shown, *([str(len(blocks))] if compact else []), shape, recipe, why))
     columns = ["linear", *(["count>"] if compact else []), "out x in>", "recipe", "why"]
-    caption = (
-        f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits, {plan.bits_per_weight:.2f} bits a weight"
-    )
+    caption = f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} in 4 bits, {plan.bits_per_weight:.2f} bits a weight"
     return make_table(f"Precision plan {name}", columns, rows, caption)
 
 

@@ -356,9 +356,7 @@ def _texts(run: RunFolder) -> list[Row]:
 
 def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
     """Rows of changed settings: key, default, and the value of each run. An older run may not have the key."""
-    usual, *settings = [
-        {key: str(value) for key, value in leaves(of)} for of in (defaults, *(run.config for run in runs))
-    ]
+    usual, *settings = [{key: str(value) for key, value in leaves(of)} for of in (defaults, *(r.config for r in runs))]
     keys = dict.fromkeys(key for of in (usual, *settings) for key in of)
     rows = [[key, *(of.get(key, "-") for of in (usual, *settings))] for key in keys]
     return [row for row in rows if not {*row[2:]} <= {"-", row[1]}]

@@ -264,9 +264,7 @@ def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder], looks: Seq
 
 def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
     """Step -> gap of the mean held-out loss in percent, over common sources, where both measured all."""
-    pairs = [
-        (points, base.validation[source]) for source, points in run.validation.items() if source in base.validation
-    ]
+    pairs = [(points, base.validation[name]) for name, points in run.validation.items() if name in base.validation]
     steps = set.intersection(*(set(points) for pair in pairs for points in pair)) if pairs else ()
     totals = {step: [sum(points[step] for points in of) for of in zip(*pairs, strict=True)] for step in sorted(steps)}
     return {step: 100 * (mine / theirs - 1) for step, (mine, theirs) in totals.items()}

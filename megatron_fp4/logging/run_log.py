@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -107,9 +106,7 @@ class RunLog:
         self.console.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.console.__exit__(kind, error, traceback)
         if error is not None:
             self.transcript.text("".join(format_exception(error)))

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -480,9 +479,7 @@ class Ledger(TorchDispatchMode):
         Pending.wait = waited  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
         Pending.wait = self._wait  # type: ignore[method-assign]
         super().__exit__(kind, value, trace)

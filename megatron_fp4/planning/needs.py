@@ -258,7 +258,7 @@ def _check_memory(config: Config, needed: int, peak_of: Callable[[Config], int])
         with_all = f" even with {remedy} it needs {best / _GIB:.1f}:" if remedy else ""
         remedy = f"{with_all} use more ranks, a GPU with more memory, or a smaller model".lstrip()
     raise ConfigError(
-        f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has {memory:g}; {remedy}"
+        f"a rank needs {needed / _GIB:.1f} GiB, parallel.gpu={config.parallel.gpu} has {memory:g}; {remedy}"
     )
 
 

@@ -312,9 +312,7 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
     for pattern in patterns:
         if shapes and not any(_matches(shape, pattern) for shape in shapes):
             names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
-            raise ValueError(
-                f"{key} has {pattern!r}, which matches no linear; linears are blocks.<index>.<one of {names}>"
-            )
+            raise ValueError(f"{key} has {pattern!r}, which matches no linear: blocks.<index>.<one of {names}>")
 
 
 def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:

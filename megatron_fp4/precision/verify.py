@@ -312,9 +312,7 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
     count = torch.tensor(len(faults), device=device)
     dist.all_reduce(count)
     if faults:
-        heading = (
-            f"self-test of the backend {backend.name} on {device} failed; precision.backend=emulated runs without it:"
-        )
+        heading = f"self-test of the backend {backend.name} on {device} failed; choose precision.backend=emulated:"
         raise SelfTestError("\n  ".join((heading, *faults)))
     if count.item():
         raise SelfTestError(f"self-test of the backend {backend.name} failed on other ranks, not on this one")

@@ -41,7 +41,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as pools
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -227,9 +227,7 @@ class _Watch:
         self._write()
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end.set()
         self._error = hidden(f"{type(error).__name__}: {error}")[:400] if error is not None else ""
         self._write()

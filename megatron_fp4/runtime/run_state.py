@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -174,9 +173,7 @@ class RunState:
         state, begun, reason = self._now
         self._write(state, max(begun, step), reason)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._progress.on_hang = None
         # If another rank hung and this one failed while it waited, the state stays `hung`.
         if error is not None and read_state(self._run_dir).get("state") != ExitCode.HUNG.state:

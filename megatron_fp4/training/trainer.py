@@ -176,9 +176,7 @@ class Trainer:
         deciding = [callback for callback in callbacks if callback.accept is not None]
         if len(deciding) > 1:
             first, second = (type(callback).__name__ for callback in deciding[:2])
-            raise ConfigError(
-                f"the callbacks {first} and {second} both decide whether a step updates; switch one of them off"
-            )
+            raise ConfigError(f"the callbacks {first} and {second} both decide whether a step updates; switch one off")
         self.accept = deciding[0].accept if deciding else None
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)

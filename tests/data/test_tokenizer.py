@@ -130,16 +130,16 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
     assert load_tokenizer(ranks(tmp_path)).encode_batch([" argument,return"]) == [[256, 44, 257]]
     # Under another name, such as Llama 3's.
     (tmp_path / "r.tiktoken").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(ValueError, match=r"tokenizer.model has neither a pattern nor special .*: write .*\.json with"):
+    with pytest.raises(ValueError, match=r"tokenizer.model needs a pattern and special .*: write .*\.json with"):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
+        ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it anew, or update tokenizers"),
         ("m.model", b"\x00garbage", r"m\.model is not a complete SentencePiece model"),
-        ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is not a token in base64 and its rank"),
+        ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 with its rank"),
     ],
 )
 def test_a_faulty_tokenizer_file_gives_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:

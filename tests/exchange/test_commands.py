@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", bool, "{it} {tmp}/other", "other exists already; name another folder"),
     ("export-hf", lambda folder: folder.with_name("out").symlink_to("nowhere"), PLAIN, "out exists already"),
     ("export-hf", bool, "{it} {it}/hf", "is inside the checkpoint"),
-    ("export-hf", bool, f"{PLAIN} --format nvfp4 --dtype float32", "other weights are bfloat16; leave it out"),
+    ("export-hf", bool, f"{PLAIN} --format nvfp4 --dtype float32", "the rest is bfloat16; leave it out"),
     ("import-hf", lambda folder: next(folder.glob(FIRST)).unlink(), PLAIN, "is missing, which"),
     ("import-hf", cut(FIRST), PLAIN, "is not readable"),
     ("import-hf", shard_outside, PLAIN, "which is not a file in the same folder"),

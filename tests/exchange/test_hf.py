@@ -188,7 +188,7 @@ def test_keys_of_published_configurations_are_written_and_read(good: Path, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "M*", "rope": True}, "model.rope=true, but nemotron_h has attention without positions"),
+        ({"pattern": "M*", "rope": True}, "model.rope=true, but nemotron_h attends without positions"),
         ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
         ({"pattern": "*G"}, "nemotron_h has no gated FFN blocks, and llama none without positions"),
     ],

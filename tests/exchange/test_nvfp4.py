@@ -111,11 +111,11 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
         (["precision.fprop.rht=16"], {}, "fprop.rht=16 transforms the weights"),
         ([SECTIONS], {}, "blocks.0.mixer.in_proj[x,B,C,dt] has a tensor scale of its own, but engines"),
         (["precision.amax=shard", "parallel.tensor=2", *WIDE], {}, "amax=shard gave each of 2 tensor-parallel"),
-        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: there was no precision switch between"),
+        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: there was no precision switch before"),
         (TO_BF16, {"switched_at": 0}, "no linear was trained with NVFP4 weights (they are in bf16); export BF16"),
         (TO_BF16, {"switched_at": 4}, "after the precision switch (before step 5), so its forward pass has no NVFP4"),
-        (TO_BF16, {"which": "before"}, "--plan before: there was no precision switch between"),
-        (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights that no run has trained"),
+        (TO_BF16, {"which": "before"}, "--plan before: there was no precision switch before"),
+        (["precision=nvfp4"], {"weights_only": True}, "step_1 has weights that no run has trained"),
     ],
 )
 def test_checkpoints_without_trained_nvfp4_weights_are_refused(overrides, options, problem):

@@ -323,7 +323,7 @@ def test_after_a_switch_the_plan_before_it_can_be_exported(checkpoints, tmp_path
     card = (out / "README.md").read_text()
     assert card.count(f"({revision()})") == 2  # the commits of the run and of the export
     assert "by the plan before the precision switch" in card
-    assert "there was no precision switch between" in refusal(capsys, "check", out, after_1, *before)
+    assert "there was no precision switch before" in refusal(capsys, "check", out, after_1, *before)
 
 
 def test_the_check_compares_plain_folders_and_tokenizers(checkpoints, exported, tmp_path, capsys):

@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
     assert "Memory of a rank" in printed.out
-    said, _, remedy = printed.err.rstrip().partition("GiB and parallel.gpu=h100 has 79; set ")
+    said, _, remedy = printed.err.rstrip().partition("GiB, parallel.gpu=h100 has 79; set ")
     remedy, _, needed = remedy.partition(" (")
     assert said and "reduce_gradients" not in remedy  # of one rank it would be refused
     given = [o for o in large if o.partition("=")[0] not in remedy]
