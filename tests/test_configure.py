@@ -43,7 +43,7 @@ def test_exceptions_that_cannot_switch_are_refused(tmp_path: Path) -> None:
 
 def test_a_branch_with_its_own_checkpoints_does_not_need_its_parent(tmp_path: Path) -> None:
     branch = [f"run.dir={tmp_path}", f"checkpoint.resume={tmp_path}/gone/checkpoints/step_00000002"]
-    with pytest.raises(ConfigError, match="is no folder; give a checkpoint"):
+    with pytest.raises(ConfigError, match="is not a folder; give a checkpoint"):
         pretrain.configure(branch)
     (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
     assert pretrain.configure(branch).checkpoint.resume == branch[1].partition("=")[2]

@@ -125,7 +125,7 @@ TOGETHER = [
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
     ("run.device=cuda", "this machine has no CUDA device; use run.device=auto or cpu", "cpu"),
-    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is no folder; give a checkpoint"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is not a folder; give a checkpoint"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data

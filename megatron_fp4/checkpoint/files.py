@@ -171,7 +171,7 @@ def checkpoint_in(folder: Path) -> Path:
     if (folder / MANIFEST).exists():
         return folder
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run")
+        raise ValueError(f"{folder} is not a folder; give a checkpoint, as RUN/checkpoints/step_00000200, or a run")
     for root in (folder / "checkpoints", folder):
         readable, broken = scan(root)
         if readable:

@@ -33,7 +33,7 @@ def test_a_run_resumes_from_the_newest_or_a_given_checkpoint(root: Path, tmp_pat
     assert Job(root, mesh).resume() == 3 == Job(root, mesh).resume("required")
     assert Job(root, mesh).resume("never") is None
     assert Job(root, mesh).resume(str(root / SECOND)) == 2
-    with pytest.raises(ValueError, match="step_00000009 is no folder; give a checkpoint"):
+    with pytest.raises(ValueError, match="step_00000009 is not a folder; give a checkpoint"):
         Job(root, mesh).resume(str(root / "step_00000009"))
     flip_a_bit(root / SECOND / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
