@@ -15,7 +15,7 @@ backward pass: a unit all of whose linears are gathered as codes ignores `parall
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.parallel.fsdp_private import FsdpParameter, initialize_lazily, parameters_of
-from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
+from megatron_fp4.parallel.fsdp_private import (
+    FsdpParameter,
+    before_reduction,
+    initialize_lazily,
+    parameters_of,
+    reduction_streams,
+)
+from megatron_fp4.parallel.gathered_codes import GatheredModel, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.parallel.reproducible import TreeReduceScatter, tree_all_reduce
+from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
 
 
-class FsdpModel:
+class FsdpModel(GatheredModel):
     """A model that FSDP2 shards in place, with the arguments of `apply_data_parallel`; also over one rank."""
 
     def __init__(
@@ -43,7 +49,9 @@ class FsdpModel:
         fp32 = {id(module) for module in fp32_units}
         linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         specs = {id(one): one.weight._spec if isinstance(one.weight, DTensor) else None for one in linears}
-        self._mesh, self._reshard, self._model, self._modules = mesh, reshard, model, [model, *units, *ends]
+        super().__init__()
+        self.mesh, self._reshard, self._modules = mesh, reshard, [model, *units, *ends]
+        groups: list[Callable[[], list[nn.Parameter]]] = []
         self._in_fp32: list[_GatheredInFP32] = []
         self._units: list[tuple[FSDPModule, list[GatheredWeight]]] = []
         for module in (*units, *ends, model):
@@ -62,36 +70,47 @@ class FsdpModel:
             module.set_gradient_divide_factor(1.0)
             # Otherwise FSDP2 reduces with premultiplication by the factor, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.reproducible:
+            if parameters and mesh.reproducible:
+                groups.append(partial(_with_gradients, parameters, mesh.reduce_each))
+                if not mesh.reduce_each:
+                    before_reduction(module, partial(self._finish_group, len(groups) - 1))
                 module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
                 if mesh.replica is not None:
                     module.set_all_reduce_hook(partial(tree_all_reduce, group=mesh.replica.group))
         self._weights = [weight for _, weights in self._units for weight in weights]
-        self.codes, self.gathered = [weight.codes for weight in self._weights], False
-        self.reasons: list[Any] | None = None  # what the current forms follow from
-        self._maxima = SharedMaxima([], mesh.shards)
+        self.codes = [weight.codes for weight in self._weights]
+        if mesh.reproducible:
+            self.tree = GradientTree(groups, self._wait_for_reductions)
+
+    def _finish_group(self, index: int) -> None:
+        assert self.tree is not None
+        self.tree.finish_group(index)
+
+    def _wait_for_reductions(self) -> None:
+        if self.mesh.reduce_each and self.mesh.device.type == "cuda":
+            for stream in reduction_streams(self._modules[0]):  # type: ignore[arg-type]
+                torch.cuda.current_stream().wait_stream(stream)
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
         """Before the model runs: decide what FSDP2 gathers, and measure the maxima of blocks. A collective."""
         initialize_lazily(self._modules[0])  # type: ignore[arg-type]  # it may replace shards, so hooks are set after it
-        reasons = [codes.reasons for codes in self.codes]
-        if reasons != self.reasons:
-            for unit, weights in self._units:
-                for weight in weights:
-                    weight.decide()
-                only_codes = all(weight.as_codes for weight in weights)
-                unit.set_reshard_after_forward(self._reshard and not only_codes, recurse=False)
-            as_codes = [weight.codes for weight in self._weights if weight.as_codes]
-            self._maxima, self.reasons = SharedMaxima(as_codes, self._mesh.shards), reasons
+        self._follow_reasons()
         # Set again each time, because loading may have replaced a shard.
         for gathered in (*self._in_fp32, *(weight for weight in self._weights if weight.as_codes)):
             gathered.parameter.set_hooks(gathered)
         self._maxima.measure()
 
+    def _decide(self) -> None:
+        for unit, weights in self._units:
+            for weight in weights:
+                weight.decide()
+            only_codes = all(weight.as_codes for weight in weights)
+            unit.set_reshard_after_forward(self._reshard and not only_codes, recurse=False)
+
     def prepare(self, is_first: bool, is_last: bool) -> None:
         """Set what FSDP2 reduces and frees in the next backward pass of a step."""
-        model, mesh = self._modules[0], self._mesh
+        model, mesh = self._modules[0], self.mesh
         assert isinstance(model, FSDPModule)
         if is_first or is_last:
             model.set_requires_gradient_sync(is_last or mesh.reduce_each)
@@ -107,6 +126,10 @@ class FsdpModel:
         """Leave only the shards: without a backward pass, FSDP2 keeps the parameters gathered."""
         for module in self._modules:
             module.reshard()  # type: ignore[operator]
+
+
+def _with_gradients(parameters: Sequence[FsdpParameter], reduced: bool) -> list[nn.Parameter]:
+    return [parameter.sharded if reduced else parameter.gathered for parameter in parameters]
 
 
 class _GatheredInFP32:
@@ -128,22 +151,24 @@ class GatheredWeight:
     """The weight of one linear, gathered as codes if `as_codes`, else in BF16 by FSDP2."""
 
     def __init__(self, parameter: FsdpParameter, spec: Any, shards: DeviceMesh, dtype: torch.dtype) -> None:
-        self.parameter, self.as_codes = parameter, False
+        self.parameter = parameter
         assert isinstance(parameter.module, QuantizedLinear)
         context, rows = parameter.module.context, lambda: parameter.shard.detach()
         self.codes = WeightCodes(context, parameter.size, spec, shards, dtype, rows)
         self._gathered: nn.Parameter | None = None
 
+    @property
+    def as_codes(self) -> bool:
+        return self.codes.as_codes
+
     def decide(self) -> None:
         """Choose the form of the next all-gather. The parameter must be sharded now, and have no gradient."""
-        as_codes = self.codes.context.gathers_codes
-        self.codes.context.weight_cache = None  # its codes change, or the memory they are in
-        if (as_codes and self.codes.follow_recipe()) or as_codes != self.as_codes:
+        before = self.as_codes
+        if self.codes.decide() or self.as_codes != before:
             trained = self.parameter.sharded.requires_grad
-            self._gathered = self.codes.placeholder(trained) if as_codes else None
+            self._gathered = self.codes.placeholder(trained) if self.as_codes else None
             self.parameter.gather_into(self._gathered)
-        self.as_codes = as_codes
-        if not as_codes:
+        if not self.as_codes:
             self.parameter.set_hooks(None)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
