@@ -282,21 +282,24 @@ class ShardedModel(GatheredModel):
         self._filled, self._complete = ({start: _external_event(mesh) for start in starts} for _ in range(2))
         self._signalled: set[int] = set()  # starts at which the last forward pass has set a hook for the backward pass
         self._is_last, self._num_unreduced = False, len(self._buckets)
+        model.register_forward_pre_hook(lambda *_: self._begin())
         for start in starts - {-1}:
             if start < len(units):
                 units[start].register_forward_pre_hook(lambda _, inputs, at=start: self._reach(at, inputs[0]))
             else:
                 units[-1].register_forward_hook(lambda _, inputs, output, at=start: self._reach(at, output))
 
+    def _begin(self) -> None:
+        if torch.is_grad_enabled():
+            self._signalled.clear()
+
     def _reach(self, start: int, hidden: Tensor | tuple[Tensor, ...]) -> None:
         """The forward pass reaches unit `start` with this hidden state."""
         if (event := self._filled[start]) is not None:
             event.wait()
         hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
-        if not torch.is_grad_enabled():
-            return
-        self._signalled.discard(start)
-        if hidden.requires_grad:
+        # A unit may run several times; its first run is the last one of the backward pass.
+        if torch.is_grad_enabled() and hidden.requires_grad and start not in self._signalled:
             self._signalled.add(start)
             hidden.register_hook(lambda _: self._leave(start))
 
