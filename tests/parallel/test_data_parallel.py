@@ -73,22 +73,6 @@ def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh
         assert torch.equal(local_part(mine), local_part(theirs)), name
 
 
-def test_rounded_weights_are_kept_until_the_weights_change(mesh: ParallelMesh) -> None:
-    step_state, (batch, *_) = StepState(seed=0), batches(0)
-    for reshard in (False, True):
-        model = build(mesh, apply_data_parallel, reshard, step_state)
-        contexts = {name: linear.context for name, linear in model.linears()}
-        quantized = {name for name in contexts if name.startswith("blocks.0")}
-        model(batch.tokens, batch.targets)
-        kept = {name: context.weight_cache for name, context in contexts.items() if context.weight_cache}
-        assert set(kept) == (quantized if reshard else set(contexts))
-        model(batch.tokens, batch.targets)
-        assert all(contexts[name].weight_cache is cache for name, cache in kept.items())
-        step_state.weights_version += 1
-        model(batch.tokens, batch.targets)
-        assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
-
-
 def without_overlap(model: HybridModel, mesh: ParallelMesh, *, units: Any, ends: Any, **settings: Any) -> None:
     apply_data_parallel(model, mesh, units=[], **settings)
 
