@@ -15,6 +15,11 @@ process. Under torchrun every data-parallel rank measures its own micro-batches.
 By default linears are ranked by the error of fprop, which finds those that cost a hybrid of 30M most (docs/research.md,
 "What removes half of it?"). `--gemm wgrad` ranks by the error of the weight gradient, which is largest in the last
 layers according to the paper (appendix E.2).
+
+`--health` asks another question and writes nothing: is the run of the checkpoint healthy in 4 bits? With the run's own
+plan, on its own next micro-batches, it compares every product with what the recipe specifies, the errors with those of
+sound runs, and the loss in 4 bits with that of the same weights in BF16 (analysis/health.py). Exit code: 0 healthy or
+not established; 4 worse than usual.
 """
 
 from __future__ import annotations
@@ -32,20 +37,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
+from torch import Tensor
 
 from data import provider as data
-from megatron_fp4.checkpoint.files import Manifest, checkpoint_in, read_manifest, read_trainer
+from megatron_fp4.checkpoint.files import checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.sync import CheckpointError
-from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.compose import compose_config, config_from_saved, group_options
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.console import counted
 from megatron_fp4.logging.files import check_place
-from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
+from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.precision.plan import LinearShape
-from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
-from megatron_fp4.runtime.errors import run_command
-from megatron_fp4.training.build import check, join_ranks, plans_of
+from megatron_fp4.precision.recipe import BF16, GEMMS, recipe_from_config
+from megatron_fp4.runtime.errors import ExitCode, run_command
+from megatron_fp4.training.build import backend_of, check, join_ranks, plans_of
 from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
@@ -53,10 +61,11 @@ from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code: 0, or 2 after an error of the user, with a line on stderr."""
+    """Run the command; returns the exit code: 2 after an error of the user, with a line on stderr."""
     options = parse(arguments)
     refusals = (ValueError, OSError, CheckpointError)
-    return run_command("analyze_precision.py", lambda: analyze(options), options.output, refusals)
+    command = health if options.health else analyze
+    return run_command("analyze_precision.py", lambda: command(options), options.output, refusals)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -70,33 +79,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sections", action="store_true", help="rank sections of packed projections by themselves")
     parser.add_argument("--micro-batches", type=int, default=4, help="to measure on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("--health", action="store_true", help="is the run healthy in 4 bits? Takes no option of a plan")
+    options = parser.parse_intermixed_args(arguments)
+    of_plans = ("budget", "gemm", "sections", "output")
+    if options.health and (given := [key for key in of_plans if getattr(options, key) != parser.get_default(key)]):
+        parser.error(f"--{given[0]} has no effect with --health, which makes no plan")
+    return options
 
 
 def analyze(options: argparse.Namespace) -> int:
     """Measure, rank, select, print, write."""
-    if options.micro_batches < 1:
-        raise ConfigError(f"--micro-batches {options.micro_batches}: give 1 or more")
     check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
-    manifest = read_manifest(checkpoint)
-    config = analysis_config(checkpoint, manifest, options.overrides, options.trust_config, options.sections)
+    config, step = saved_config(checkpoint, options), read_manifest(checkpoint).step
+    config = with_every_linear(config, options.sections)
     shapes = [row.linear for row in plans_of(config, models)[0].rows]
     kept = number_in_bf16(len(shapes), options.budget)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
-    run = Trainer(config, models, data, [], join_ranks(config, models), quiet=True)
-    run.checkpointer.initialize(
-        str(checkpoint), run.model, run.precision.step_state, resumed=False, allow_mismatch=True
-    )
-    found, measured = measure(run, manifest.step, options.micro_batches)
-    errors = {name: one.errors for name, one in found.items()}
+    run = loaded(config, checkpoint)
+    probe = Probe(once=False)
+    measured = len(losses(run, step, options.micro_batches, probe))
+    errors = {name: one.errors for name, one in probe.collect(list(run.precision.linears)).items()}
     ranked = rank_linears(shapes, errors, options.gemm)
     if run.mesh.rank == 0:
         print(table(ranked, kept, errors))
         facts = {
             "checkpoint": str(checkpoint),
-            "step": manifest.step,
+            "step": step,
             "recipe": config.precision.name,
             "ranked_by": options.gemm,
             "budget": options.budget,
@@ -107,18 +115,63 @@ def analyze(options: argparse.Namespace) -> int:
     return 0
 
 
-def analysis_config(
-    checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool, sections: bool
-) -> Config:
-    """The run's configuration with every linear quantized, and without a precision switch. sections: whether sections
-    are linears of their own. Raises ConfigError if the recipe quantizes nothing."""
-    saved = read_trainer(checkpoint, manifest)["config"]
-    config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
+def health(options: argparse.Namespace) -> int:
+    """Measure the run in its own plan, print the verdict; returns the exit code."""
+    from analysis.health import SpecifiedProbe, judge, report
+
+    checkpoint = checkpoint_in(options.checkpoint)
+    config, manifest = saved_config(checkpoint, options), read_manifest(checkpoint)
+    if (switched := read_trainer(checkpoint, manifest)["switch"]["switched_at"]) is not None:
+        raise ConfigError(
+            f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}); give a "
+            "checkpoint from before it"
+        )
+    for axis in ("tensor", "expert"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            raise ConfigError(f"parallel.{axis}={size}: --health compares whole linears; give parallel.{axis}=1")
+    run, probe = loaded(config, checkpoint), SpecifiedProbe()
+    in_4_bits = losses(run, manifest.step, options.micro_batches, probe)
+    with run.precision.other_recipes(lambda recipe: BF16):
+        in_bf16 = losses(run, manifest.step, options.micro_batches, Probe())
+    found = probe.collect(list(run.precision.linears))
+    pairs: list[list[tuple[float, float]]] = [[]] * run.mesh.world_size
+    dist.all_gather_object(pairs, list(zip(in_4_bits, in_bf16, strict=True)))
+    judged = judge(found, run.precision.linears, [pair for of_rank in pairs for pair in of_rank])
+    if run.mesh.rank == 0:
+        plan = run.precision.plan
+        of_linears = f"{plan.num_quantized} of {counted(len(plan.rows), 'linear')} quantized"
+        print(f"{checkpoint}: {config.precision.name}, {of_linears}, backend {backend_of(config, models).name}")
+        print(f"{report(judged, found)}\n{recipe_changes(config)}")
+    return ExitCode.WRONG_NUMBERS if judged.worse else ExitCode.FINISHED
+
+
+def recipe_changes(config: Config) -> str:
+    """How the run's recipe differs from the precision config of its name, in one line for each GEMM."""
+    if (name := config.precision.name) not in group_options(CONFIGS)["precision"]:
+        return f"recipe: {name}, which is no precision config here"
+    preset = recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision).describe()
+    own = recipe_from_config(config.precision).describe()
+    changed = [f"{here} (there {there})" for here, there in zip(own, preset, strict=True) if here != there]
+    return "\n".join([f"recipe: {'other than' if changed else 'as'} configs/precision/{name}.yaml", *changed])
+
+
+def saved_config(checkpoint: Path, options: argparse.Namespace) -> Config:
+    """The run's configuration without a precision switch. Raises ConfigError if the recipe quantizes nothing."""
+    if options.micro_batches < 1:
+        raise ConfigError(f"--micro-batches {options.micro_batches}: give 1 or more")
+    saved = read_trainer(checkpoint, read_manifest(checkpoint))["config"]
+    overrides = [*options.overrides, "precision.switch.when=never"]
+    config = config_from_saved(saved, overrides, CONFIGS, trusted=options.trust_config)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(
             f"the run of {checkpoint} quantizes nothing (precision={config.precision.name}), so there is nothing to "
             "measure; name a recipe, such as precision=nvfp4"
         )
+    return config
+
+
+def with_every_linear(config: Config, sections: bool) -> Config:
+    """`config` with every linear in the recipe. sections: whether sections are linears of their own."""
     recipe = RecipeConfig(**{field.name: getattr(config.precision, field.name) for field in fields(RecipeConfig)})
     names = dict.fromkeys(name for shape in models.linear_shapes(config.model) for name, _ in shape.sections)
     # With the run's own recipe: an exception is what makes its sections a linear.
@@ -127,24 +180,34 @@ def analysis_config(
     return replace(config, precision=precision)
 
 
-def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasurement], int]:
-    """The errors of all linears over `count` micro-batches of this rank, and how many were measured (fewer if the run
-    has fewer). It uses the micro-batches after step `start`, or the last ones of a finished run."""
+def loaded(config: Config, checkpoint: Path) -> Trainer:
+    """The model with the checkpoint's weights. A collective."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    run = Trainer(config, models, data, [], join_ranks(config, models), quiet=True)
+    run.checkpointer.initialize(
+        str(checkpoint), run.model, run.precision.step_state, resumed=False, allow_mismatch=True
+    )
+    return run
+
+
+def losses(run: Trainer, start: int, count: int, probe: Probe) -> list[float]:
+    """The losses of `count` micro-batches of this rank, or as many as the run has, with the probe attached. It uses the
+    micro-batches after step `start`, or the last ones of a finished run."""
     steps = run.config.train.steps
     least = min(run.data.loader.num_micro_batches(span.first_step) for span in run.data.phases.spans)
     num_steps = min(steps, -(-count // least))
     start = min(start, steps - num_steps)  # a finished run has no data left, so use its last steps
-    left = count
-    probe = Probe(once=False)
+    found: list[Tensor] = []
     with probe.attached(run.precision.linears):
         for step, micro_batches in enumerate(run.data.loader.steps(start, start + num_steps), start=start):
             run.precision.step_state.step = step
-            for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.precision.step_state, global_batch=ALONE)
+            for micro_batch in micro_batches[: count - len(found)]:
+                state = run.precision.step_state
+                found.append(accumulate(run.model, [micro_batch], run.mesh, state, global_batch=ALONE).sum())
                 for parameter in run.model.parameters():
                     parameter.grad = None
-                left -= 1
-    return probe.collect(list(run.precision.linears)), count - left
+    return torch.stack(found).tolist()
 
 
 # ------------------------------------------------------------------------------------------------- ranking and choosing

@@ -1,17 +1,27 @@
 import math
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import yaml
 
 import pretrain
+from analysis.health import judge
+from megatron_fp4.measure.diagnostics import LinearMeasurement
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import LinearShape
+from megatron_fp4.quantization.rounding import rounding_key
 from scripts import analyze_precision
 from scripts.analyze_precision import rank_linears
 from tests.composing import composed, plans_of
 from tests.distributed.one_rank import flip_a_bit
+from tests.precision.reference import NVFP4
 from tests.programs import error_line
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
@@ -75,7 +85,7 @@ def test_wrong_input_gives_one_line_before_measuring(checkpoint: Path, tmp_path:
     damaged = tmp_path / "step_00000003"
     shutil.copytree(checkpoint, damaged)
     flip_a_bit(next(damaged.glob("*.distcp")))
-    with mock.patch.object(analyze_precision, "measure", side_effect=AssertionError("measured")):
+    with mock.patch.object(analyze_precision, "losses", side_effect=AssertionError("measured")):
         for given, arguments, message in (
             (checkpoint, ["precision=bf16"], "quantizes nothing"),
             (checkpoint, ["nonsense"], "write key=value"),
@@ -85,9 +95,68 @@ def test_wrong_input_gives_one_line_before_measuring(checkpoint: Path, tmp_path:
             (checkpoint, ["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none"),
             (tmp_path / "none", [], "is not a folder"),
             (damaged, ["--budget", "0.5"], "is damaged"),
+            (checkpoint, ["--health", "parallel.tensor=2"], "parallel.tensor=2: --health compares whole linears"),
         ):
             assert analyze(given, *arguments) == 2
             assert message in error_line(capsys, "analyze_precision.py")
+
+
+def changed_requests(monkeypatch: pytest.MonkeyPatch, change: Callable[[OperandRequest], OperandRequest]) -> None:
+    """Let the emulated backend compute what `change` makes of its requests."""
+    operands = EmulatedBackend.operands
+
+    def changed(self: Any, x: Any, place: Any, *requests: Any) -> Any:
+        return operands(self, x, place, *(request and change(request) for request in requests))
+
+    monkeypatch.setattr(EmulatedBackend, "operands", changed)
+
+
+def nearest(request: OperandRequest) -> OperandRequest:
+    return replace(request, operand=replace(request.operand, rounding="nearest"), key=None)
+
+
+def other_draws(request: OperandRequest) -> OperandRequest:
+    return replace(request, key=request.key and rounding_key(request.slot.name))
+
+
+DAMAGES: dict[str, tuple[Callable[[OperandRequest], OperandRequest], bool, set[str]]] = {
+    "sound": (lambda request: request, True, set()),
+    "nearest for stochastic": (nearest, True, {"dgrad", "wgrad"}),
+    "no transform": (lambda request: replace(request, rht=0), True, {"wgrad"}),
+    "sound, draws by the backend": (other_draws, False, set()),
+    "nearest for stochastic, draws by the backend": (nearest, False, {"dgrad", "wgrad"}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_not_healthy(checkpoint: Path, capsys, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    change, draws_ours, named = DAMAGES[damage]
+    changed_requests(monkeypatch, change)
+    monkeypatch.setattr(EmulatedBackend, "draws_ours", draws_ours)
+    assert analyze(checkpoint, "--health") == (4 if named else 0)
+    verdict, *reasons = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
+    assert verdict == ("WORSE THAN USUAL" if named else "HEALTHY: 12 products as specified, errors and loss as usual")
+    assert {reason.split()[0] for reason in reasons} - {"and"} == named
+
+
+def test_products_and_losses_are_judged() -> None:
+    contexts = {"a": LinearContext("a", NVFP4)}
+
+    def judged(error: float, bias: float, *losses: tuple[float, float], difference: float = 0.0) -> str:
+        sums = {"fprop": (1.0, error**2, bias), "fprop_difference": (1.0, difference**2, 0.0)}
+        return judge({"a": LinearMeasurement("nvfp4", {}, sums)}, contexts, losses).verdict.split(":")[0]
+
+    usual = [(4.002, 4.0), (4.003, 4.0), (4.002, 4.0), (4.001, 4.0)]
+    assert judged(0.1, -0.01, *usual) == "HEALTHY"
+    assert judged(0.1, -0.01, *usual, difference=0.03).startswith("WORSE THAN USUAL\n  fprop of a differs")
+    assert judged(0.3, -0.01, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
+    assert judged(0.1, -0.05, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
+    assert judged(0.1, math.nan, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
+    assert judged(0.1, 0.0, *((4.1 + loss, 4.0) for loss in (0.0, 0.01, 0.02))).startswith(
+        "WORSE THAN USUAL\n  the loss"
+    )
+    assert judged(0.1, 0.0, (4.1, 4.0), (3.9, 4.0)).startswith("NOT ESTABLISHED\n  whether the loss")
+    assert judged(0.1, 0.0, (math.nan, 4.0), (4.0, 4.0)).startswith("WORSE THAN USUAL\n  the loss")
 
 
 SHAPES = [

@@ -74,9 +74,10 @@ from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_tran
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import scale_values
 
-# The sums of an operand, in FP64; a product has the first two.
+# The sums of an operand, in FP64. Those of a product, over its elements: exact^2, error^2, exact error.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
-PARTS = (*(slot.name for slot in SLOTS), *GEMMS)
+_OPERANDS = tuple(slot.name for slot in SLOTS)
+PARTS = (*_OPERANDS, *GEMMS)
 
 # Block scales are rounded, so an element within this factor of the largest value does not count as above it.
 _ON_THE_LIMIT = 1.0 + 2.0**-20
@@ -92,14 +93,23 @@ class LinearMeasurement:
     """What a probe measured at one linear, over all ranks.
 
     recipe: its name. operands: name -> statistics (see the top of this file), of quantized operands only.
-    errors: GEMM -> relative error of its result, of GEMMs with a quantized operand only.
-    wgrad_sums: squared norms of the exact weight gradient and of its error; None if wgrad was not measured.
+    products: GEMM -> sums over the elements of its result: exact^2, error^2, exact error; of GEMMs with a quantized
+    operand only.
     """
 
     recipe: str
     operands: dict[str, dict[str, float]]
-    errors: dict[str, float]
-    wgrad_sums: tuple[float, float] | None
+    products: dict[str, tuple[float, float, float]]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """GEMM -> relative error of its result."""
+        return {gemm: relative_error(*self.products[gemm][:2]) for gemm in GEMMS if gemm in self.products}
+
+    def bias(self, part: str) -> float:
+        """<error, exact> / ||exact||^2 of a product; NaN if the exact one is zero."""
+        signal, _, projection = self.products[part]
+        return projection / signal if signal else math.nan
 
 
 def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]:
@@ -113,10 +123,11 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]
     sums_of_blocks: dict[str, list[tuple[float, float]]] = {}
     for name, of in found.items():
         linears[name] = {"recipe": of.recipe, "operands": of.operands, "gemms": of.errors}
-        if of.wgrad_sums is not None:
-            linears[name]["gradient_to_noise"] = _ratio(*of.wgrad_sums)
+        if "wgrad" in of.products:
+            sums = of.products["wgrad"][:2]
+            linears[name]["gradient_to_noise"] = _ratio(*sums)
             block = ".".join(name.split(".")[:2])  # blocks.3 of blocks.3.mixer.in_proj
-            sums_of_blocks.setdefault(block, []).append(of.wgrad_sums)
+            sums_of_blocks.setdefault(block, []).append(sums)
     ratios = {block: _ratio(*map(sum, zip(*sums, strict=True))) for block, sums in sums_of_blocks.items()}
     return {"linears": linears, "blocks": {block: {"gradient_to_noise": ratio} for block, ratio in ratios.items()}}
 
@@ -161,6 +172,8 @@ class Probe:
     once: measure only the first call of each linear (one micro-batch), not all.
     """
 
+    parts: tuple[str, ...] = PARTS
+
     def __init__(self, once: bool = True) -> None:
         self.once = once
         self._recipes: dict[str, str] = {}
@@ -191,9 +204,13 @@ class Probe:
         self._recipes[name] = call.recipe.name
         if isinstance(call, GroupedCall):
             return _ProbedSegments(self, call, x.detach(), y.detach())
-        probed = ProbedCall(self, call, x.detach())
+        probed = self.of_call(call, x.detach())
         probed.forward(y.detach())
         return probed
+
+    def of_call(self, call: LinearCall, x: Tensor) -> ProbedCall:
+        """What measures one call of a linear."""
+        return ProbedCall(self, call, x)
 
     def collect(self, names: list[str]) -> dict[str, LinearMeasurement]:
         """The measurements of the linears in `names`, over all ranks, if measured. A collective, and a host sync.
@@ -206,7 +223,7 @@ class Probe:
         measured = [name for name in names if name in self._recipes]
         if not measured:
             return {}
-        keys = [(name, part) for name in measured for part in PARTS]
+        keys = [(name, part) for name in measured for part in self.parts]
         zeros = next(iter(self._sums.values())).new_zeros(len(OPERAND_SUMS))
         rows = [self._sums.get(key, zeros) for key in keys]
         sums = torch.stack([F.pad(row, (0, len(zeros) - len(row))) for row in rows])
@@ -216,15 +233,14 @@ class Probe:
         totals = dict(zip(keys, zip(sums.tolist(), maxima.tolist(), strict=True), strict=True))
         found = {}
         for name in measured:
-            here = {part: totals[name, part] for part in PARTS if (name, part) in self._sums}
+            here = {part: totals[name, part] for part in self.parts if (name, part) in self._sums}
             operands = {
                 part: operand_statistics(*of, (name, part) in self._transformed)
                 for part, of in here.items()
-                if part not in GEMMS
+                if part in _OPERANDS
             }
-            products = {gemm: (here[gemm][0][0], here[gemm][0][1]) for gemm in GEMMS if gemm in here}
-            errors = {gemm: _relative_error(*of) for gemm, of in products.items()}
-            found[name] = LinearMeasurement(self._recipes[name], operands, errors, products.get("wgrad"))
+            products = {part: (of[0], of[1], of[2]) for part, (of, _) in here.items() if part not in _OPERANDS}
+            found[name] = LinearMeasurement(self._recipes[name], operands, products)
         return found
 
     def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
@@ -369,10 +385,10 @@ class ProbedCall:
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
-        """a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up, or None."""
-        if not self.call.recipe.gemms[name].quantized:
+        """name: of the part. a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up."""
+        if name in GEMMS and not self.call.recipe.gemms[name].quantized:
             return
-        sums = torch.zeros(2, dtype=torch.float64, device=a.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=a.device)
         size = max(1, _CHUNK_ELEMENTS // result.shape[1])
         for start in range(0, result.shape[0], size):
             chunk = slice(start, start + size)
@@ -382,7 +398,8 @@ class ProbedCall:
                 both = torch.stack((exact, actual.to(torch.float32)))
                 dist.all_reduce(both, group=group)
                 exact, actual = both.unbind()
-            sums += _sums_of_squares(exact, actual - exact)
+            error = actual - exact
+            sums += torch.cat((_sums_of_squares(exact, error), (exact * error).sum(dtype=torch.float64)[None]))
         self.probe.add(self.call.context.name, name, sums)
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
@@ -403,7 +420,7 @@ class _ProbedSegments:
         self.calls: list[tuple[int, slice, ProbedCall]] = []
         for number, (rows, _) in enumerate(call.segments.sizes):
             if rows.start < rows.stop:
-                self.calls.append((number, rows, ProbedCall(probe, call.lone(number, x[rows]), x[rows])))
+                self.calls.append((number, rows, probe.of_call(call.lone(number, x[rows]), x[rows])))
                 self.calls[-1][2].forward(y[rows])
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -488,7 +505,7 @@ def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transform
     return statistics
 
 
-def _relative_error(signal: float, error: float) -> float:
+def relative_error(signal: float, error: float) -> float:
     """||result - exact|| / ||exact||, from their squares; 0 where both are 0."""
     if signal == 0:
         return 0.0 if error == 0 else math.inf
