@@ -262,15 +262,9 @@ def measure(
     batches = random_micro_batches(config, mesh)
     seconds, losses = list[float](), list[float]()
 
-    def synchronize() -> None:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-
     def step() -> None:
-        """One step; every step has the same tokens."""
-        synchronize()
-        dist.barrier()
-        synchronize()
+        """One step; every step has the same tokens. As in a run it ends when the host has its numbers: the device may
+        still update the weights and gather them for the next step."""
         began = time.perf_counter()
         step_state.step = len(seconds)
         loss = accumulate(model, batches, mesh, step_state, graphs=graphs)
@@ -278,16 +272,16 @@ def measure(
         parts, clip_norm = (optimizer, loss, mesh, step_state), settings.clip_norm
         result = update(*parts, lr=settings.lr, clip_norm=clip_norm, model=model)
         losses.append(result.loss)
-        synchronize()
         seconds.append(time.perf_counter() - began)
 
-    for number in range(options.warmup + options.steps):
+    for number in range(options.warmup + 1 + options.steps):
         if number == 1 and on_gpu:  # after step 0; a graph's memory is counted when it is captured, not in replays
             torch.cuda.reset_peak_memory_stats(device)
-        if number == options.warmup:
+        if number == options.warmup:  # the step after a pause is not timed
+            dist.barrier()
             before_timing()
         step()
-    median = statistics.median(seconds[options.warmup :])
+    median = statistics.median(seconds[options.warmup + 1 :])
     speed = config.train.global_batch_size * config.train.sequence_length / median
     return {
         "overrides": options.overrides,

@@ -32,12 +32,6 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-VERY_SMALL = (
-    *("model.pattern=M-*-", "model.vocab_size=512", "model.hidden_dim=64", "model.ffn_dim=128"),
-    *("model.num_query_heads=4", "model.head_dim=16", "model.nvfp4_bf16_blocks.last=1"),
-    *("model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=16"),
-    *("train.micro_batch_size=2", "train.sequence_length=64", "train.kernels=torch", "validation.num_samples=6"),
-)
 
 
 @dataclass(frozen=True)
@@ -78,12 +72,6 @@ STEPS = (
     tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
     tests("gathered codes, reproducible sums", "test_gathered_codes", "test_exact_norm", "test_reproducible"),
     tests("messages of tensor parallelism", "test_tensor_parallel", gpus=2),
-    Step(
-        "a round of faults, each run finished afterwards and equal",
-        ("-m", "tests.fault_round", "--device", "cuda", "--steps", "40", "--kills", "2", "--jobs", "8", *VERY_SMALL),
-        r"^\| torchrun killed.*equal.*",
-        gpus=2,
-    ),
     Step("scripts/prove_backend.py", ("scripts/prove_backend.py",), r".*agree.*"),
 )
 

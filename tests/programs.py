@@ -33,19 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # FSDP and deterministic algorithms import torch._dynamo and torch._inductor at their first use. The last module must
 # stay the last.
 PRELOAD = [
-    "tests.programs",
-    "tests.training.harness",
-    "pretrain",
-    "pytest",
-    "numpy.random",
-    "torch._dynamo",
-    "torch._inductor.config",
-    "torch.utils.tensorboard",
-    "megatron_fp4.checkpoint.checkpointer",
-    "megatron_fp4.logging.page",
-    "megatron_fp4.planning.dry_run",
-    "tests.all_imported",
-]
+    "tests.programs", "tests.training.harness", "pretrain", "pytest", "numpy.random", "torch._dynamo",
+    "torch._inductor.config", "torch.utils.tensorboard", "megatron_fp4.checkpoint.checkpointer",
+    "megatron_fp4.logging.page", "megatron_fp4.planning.dry_run", "tests.all_imported",
+]  # fmt: skip
 
 
 # Arguments: the id of the parent process and a command. Becomes the command, which is killed when the parent ends.

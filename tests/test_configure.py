@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from megatron_fp4.training.build import configuration_errors
 from models.hybrid import build_model
 from models.pattern import linear_shapes
 from tests.composing import CONFIGS, composed
-from tests.programs import ROOT
 
 
 @pytest.mark.parametrize("model", [path.stem for path in sorted((CONFIGS / "model").glob("*.yaml"))])
@@ -58,16 +55,3 @@ def test_only_errors_that_a_restart_would_meet_again_are_refusals(number: int, c
     with pytest.raises(Exception, match=r"corpus\.bin") as caught, configuration_errors("data: "):
         raise error
     assert exit_code_of(caught.value) is code and (caught.value is error) == (code is ExitCode.CRASHED)
-
-
-@pytest.mark.parametrize(
-    ("argument", "rank", "lines"), [("train.steps=3", 0, 1), ("train.steps=3", 1, 0), ("--check", 0, 0)]
-)
-def test_a_run_prints_a_line_before_it_imports_torch(tmp_path: Path, argument: str, rank: int, lines: int) -> None:
-    """Only the first rank prints the line, and it does not with --check, whose output is an answer."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": str(rank)}
-    command = [sys.executable, str(ROOT / "pretrain.py"), argument]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr == "torch is imported\n" and done.stdout.count("\n") == lines
-    assert done.stdout.startswith("megatron_fp4") == bool(lines)

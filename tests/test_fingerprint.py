@@ -5,6 +5,8 @@ import platform
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron_fp4.checkpoint.files import FileRecord, Manifest, write_manifest
 from pretrain import configure
 from scripts import fingerprint
 from tests.programs import ROOT
+from tests.test_pretrain import run
 
 KEPT = Path(__file__).with_name("fingerprints.txt")
 
@@ -28,8 +31,17 @@ def this_machine() -> str:
     return f"{', '.join(names)}, torch {torch.__version__}"
 
 
+def forked(command: list[str], **_: Any) -> SimpleNamespace:
+    words = command[command.index("pretrain.py") + 1 :]
+    return SimpleNamespace(returncode=0, stdout=run(2 if "torch.distributed.run" in command else 1, words))
+
+
+# Runs in processes of a fork server, without torchrun.
+FORKED = SimpleNamespace(PIPE=None, STDOUT=None, run=forked)
+
+
 @pytest.mark.slow
-def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path) -> None:
+def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the cases, on the kind of CPU on which fingerprints.txt was written. After an intended change write
     the lines of `scripts/fingerprint.py` into it."""
     machine, *kept = KEPT.read_text().splitlines()
@@ -37,6 +49,7 @@ def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path) -> None:
         pytest.skip(f"the bits are kept for {machine}, and this is {this_machine()}")
     names = [line[:32].rstrip() for line in kept]
     assert names[0] == next(iter(fingerprint.CASES)), "it prepares the corpus"
+    monkeypatch.setattr(fingerprint, "subprocess", FORKED)
     fingerprint.write_corpus(tmp_path)
     with ThreadPoolExecutor(2) as pool:
         first = fingerprint.fingerprint(names[0], ROOT, tmp_path)

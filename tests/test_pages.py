@@ -1,11 +1,10 @@
-"""README, quickstart and recipes can be followed in one clone: their commands run in this order, and afterwards tests
-that read the clone still pass. Runs have four steps of a smaller model."""
+"""README, quickstart and recipes can be followed in one clone: their commands run in this order. Runs have four steps,
+a smaller model and a smaller vocabulary."""
 
 import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,12 @@ pytestmark = pytest.mark.slow
 PAGES = ["README.md", "docs/quickstart.md", "docs/recipes.md"]
 # What needs GPUs, a cluster, a download, or minutes; price.py has tests of its own.
 LEFT_OUT = ("nemotron_h_", "backend=", "docker ", "sbatch ", "make ", "pip ", "source ", "price.py", "evaluate.py")
-CHANGED = {"step_00000200": "step_00000002", "switch.when=250": "switch.when=3"}
+CHANGED = {"step_00000200": "step_00000002", "switch.when=250": "switch.when=3", "4096": "512"}
 SHORT = [
     *("train.steps=4", "checkpoint.interval=2", "validation.interval=0", "validation.num_samples=2", "run.device=cpu"),
     *("model.pattern=M-*-", "model.hidden_dim=64", "model.ffn_dim=64", "model.mamba_num_heads=2"),
     *("train.sequence_length=64", "train.global_batch_size=4", "train.micro_batch_size=2", "logging.report=false"),
+    "model.vocab_size=512",
 ]
 # Prints the words of commands instead of running them.
 RECORD = r"""
@@ -59,7 +59,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_pages_can_be_followed_in_one_clone(clone: Path) -> None:
+def test_the_pages_can_be_followed_in_one_clone(clone: Path, corpus: Path) -> None:
     (described,) = re.findall(r"^```yaml\n(.*?)^```", (clone / PAGES[1]).read_text(), re.MULTILINE | re.DOTALL)
     (clone / "configs/data/my_corpus.yaml").write_text(described)
     commands = [words for page in PAGES for words in commands_of(clone / page)]
@@ -69,9 +69,6 @@ def test_the_pages_can_be_followed_in_one_clone(clone: Path) -> None:
         program = next(index for index, word in enumerate(words) if word.endswith(".py"))
         given = [re.sub("|".join(CHANGED), lambda found: CHANGED[found[0]], word) for word in words[program:]]
         if given[0] == "pretrain.py" and "--help" not in given:
-            given += SHORT
+            given += [*SHORT, f"data.cache_dir={corpus}"]
         done = run_program([clone / given[0], *given[1:]], timeout=120)
         assert done.returncode == 0, (given, done.stdout[-500:], done.stderr)
-    checked = [sys.executable, "-m", "pytest", "-q", "-k", "explains_every_key", "tests/config/test_compose.py"]
-    done = subprocess.run(checked, cwd=clone, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]

@@ -20,8 +20,7 @@ from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import RECORD_FILE, Kernels
 from models.execution import Execution
 from models.hybrid import build_model
-from models.mamba2 import fused_conv_silu
-from models.ssd import ScanInputs, fused_scan, plain_scan
+from models.ssd import fused_scan
 from tests.programs import ROOT
 
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 32, "mamba_num_groups": 2, "mamba_state_dim": 16}
@@ -87,33 +86,6 @@ def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_p
     run.start()
     run.calls[-1][0]()
     assert shapes == [(3, 48), (12, 12), (6, 24)]
-
-
-def test_the_rehearsal_has_the_shapes_and_dtypes_of_a_step(mesh: ParallelMesh, tmp_path: Path, monkeypatch) -> None:
-    """Both kinds of causal-conv1d are tried: one that returns BF16 and one that returns FP32."""
-    run, seen = Started(mesh, tmp_path, monkeypatch), {}
-
-    def scan(inputs: ScanInputs, chunk_size: int, documents_bs: torch.Tensor | None = None) -> torch.Tensor:
-        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs._asdict().items()})
-        return plain_scan(ScanInputs(*(tensor.float() for tensor in inputs)), chunk_size).to(inputs.x_bshp.dtype)
-
-    generator, run.mamba._scan = torch.get_rng_state(), scan
-    for dtype in (torch.float32, torch.bfloat16):
-        if dtype == torch.bfloat16:
-            run.mamba._conv = fused_conv_silu
-        run.start()
-        run.calls[-1][0]()
-        assert seen == {
-            "x_bshp": ((3, 48, 4, 32), dtype),
-            "dt_bsh": ((3, 48, 4), torch.bfloat16),
-            "a_h": ((4,), torch.float32),
-            "b_bsgn": ((3, 48, 2, 16), dtype),
-            "c_bsgn": ((3, 48, 2, 16), dtype),
-            "d_h": ((4,), torch.float32),
-            "dt_bias_h": ((4,), torch.float32),
-        }
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(parameter.grad is None for parameter in run.mamba.parameters())
 
 
 @pytest.mark.slow

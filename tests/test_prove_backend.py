@@ -78,13 +78,6 @@ def test_the_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs["nvfp4", te][0].startswith("no: ") and len(graphs) == 2
 
 
-def test_the_page_of_times_if_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove_backend, "backend_for", lambda *_: "there is no memory")
-    page = prove_backend.measured(["emulated", "torch"], CPU)
-    assert page.count("- not run: bf16 by emulated: there is no memory") == 3
-    assert page.count("- not run: fp8_block, mxfp8, nvfp4") == 3 and "|" not in page
-
-
 @pytest.mark.slow
 def test_differences_are_reported(capsys, monkeypatch, tmp_path) -> None:
     gemm, seen = EmulatedBackend.gemm, "fprop product: relative error 2."

@@ -23,14 +23,8 @@ PHASES = ", ".join(
     f"{{name: {name}, fraction: {fraction}, blend: {{code: {code}, prose: {1 - code:.1f}}}}}"
     for name, fraction, code in (("broad", 0.7, 0.7), ("balanced", 0.2, 0.5), ("prose", 0.1, 0.3))
 )
-FEW = [
-    *SMALL,
-    "checkpoint.interval=2",
-    "logging.tensorboard=false",
-    "data=indexed",
-    "data.num_workers=0",
-    f"data.phases=[{PHASES}]",
-]
+FEW = [*SMALL, "checkpoint.interval=2", "logging.tensorboard=false", "data=indexed", "data.num_workers=0"]
+FEW += [f"data.phases=[{PHASES}]"]
 Start = Callable[..., str]
 
 
@@ -135,35 +129,6 @@ def test_a_run_with_lost_checkpoints_does_not_begin_again(finished: Path, copy: 
     (copy / "metrics.jsonl").write_bytes(metrics)
     start(copy, "checkpoint.resume=never")  # the remedy of the message
     assert losses(copy) == losses(finished) and (copy / "metrics.jsonl.1").read_bytes() == metrics
-
-
-def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
-    finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, calls = tmp_path / "run", iter([trainer.update] * 2)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(trainer, "update", lambda *args, **kwargs: next(calls, lambda *_, **__: 1 // 0)(*args, **kwargs))
-        start(run_dir, "checkpoint.interval=0")
-    record = json.loads(only_state(run_dir))
-    assert (record["state"], record["step"], record["checkpoint"]) == ("crashed", 3, 0)
-    start(run_dir)
-    assert losses(run_dir) == losses(finished)
-    assert json.loads((run_dir / "state.json").read_text())["checkpoint"] == STEPS
-
-
-def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start, tmp_path: Path) -> None:
-    """Schedulers restart it with the same command, which names the parent's checkpoint."""
-    branch, command = tmp_path / "branch", f"checkpoint.resume={checkpoint(finished, 4)}"
-    start(branch, command)
-    shutil.rmtree(checkpoint(branch, 8))  # as if it had been killed before the last save
-    assert "resumed after step 6 of 8" in start(branch, command)
-    assert losses(branch) == {step: losses(finished)[step] for step in range(5, STEPS + 1)}
-    assert_same_checkpoint(checkpoint(finished, 8), checkpoint(branch, 8), tmp_path)
-    assert [record["origin"]["step"] for record in records(branch, "run")] == [4, 4]
-    assert "is finished" in start(branch, command, "logging.interval=7")
-    refused = start(branch, command, "precision.wgrad.rht=0", code=2)
-    assert f"run.dir={branch} has finished its 8 steps with other settings (precision." in refused
-    assert "wgrad.rht 16 -> 0" in refused and "give this run another run.dir" in refused
 
 
 def test_a_resume_with_other_code_or_on_another_machine_says_so(copy: Path, start: Start, monkeypatch) -> None:

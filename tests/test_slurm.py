@@ -75,12 +75,6 @@ def test_crashed_runs_are_requeued_while_there_is_progress(tmp_path: Path, monke
     assert [crash(7), crash(), crash(), crash(), crash()] == [True, True, True, True, False]
 
 
-def test_the_marks_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    (tmp_path / ".slurm_start").write_text("3\n")
-    assert decide(tmp_path, "begin")[0]
-    assert "for the fourth time" in decide(tmp_path, "end", "0")[1]
-
-
 def test_the_port_is_no_port_of_connections_and_changes_with_a_requeue() -> None:
     """32768 and above are the kernel's, unless an administrator has changed that."""
     (line,) = [line for line in SBATCH.read_text().splitlines() if line.startswith("MASTER_PORT=")]

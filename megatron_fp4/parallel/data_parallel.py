@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_fp4.parallel.fsdp import FsdpModel
-from megatron_fp4.parallel.gathered_codes import SharedMaxima, WeightCodes
+from megatron_fp4.parallel.gathered_codes import GatheredModel, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
 from megatron_fp4.parallel.parameters import gathered_parameter
@@ -70,64 +72,52 @@ def apply_data_parallel(
 
     Raises ValueError for a parameter that has no rows, or lies on an axis that the mesh does not name.
     """
+    gathered: GatheredModel
     if mesh.batch.size == 1:
         _set_rounding_at_first_forward(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
+        gathered = GatheredModel(GradientTree([lambda: [*model.parameters()]]) if mesh.reproducible else None)
+    elif reshard or mesh.reduce_each:
+        gathered = FsdpModel(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
     else:
-        sharded: ShardedModel | FsdpModel
-        if reshard or mesh.reduce_each:
-            sharded = FsdpModel(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
-        else:
-            sharded = ShardedModel(model, mesh, fp32_units, compute_dtype)
-        model._sharded_model = sharded  # type: ignore[assignment]
+        gathered = ShardedModel(model, mesh, units, fp32_units, compute_dtype)
+    model._gathered_model = gathered  # type: ignore[assignment]
+    if mesh.batch.size > 1:
         model.register_forward_pre_hook(_assert_gathered)
-    model._gradient_tree = GradientTree(model, mesh) if mesh.reproducible else None  # type: ignore[assignment]
 
 
-def gradient_tree(model: nn.Module) -> GradientTree | None:
-    """The tree that sums the gradients of `model` over micro-batches with `mesh.reproducible`; None: autograd sums."""
-    return getattr(model, "_gradient_tree", None)
-
-
-def sharded_model_of(model: nn.Module) -> ShardedModel | FsdpModel | None:
-    """What gathers the parameters of `model` and reduces gradients; None: there is one data-parallel rank."""
-    return getattr(model, "_sharded_model", None)
+def gathered_model_of(model: nn.Module) -> GatheredModel:
+    """What gathers the parameters of `model` and reduces gradients; if nothing does, its methods do nothing."""
+    return getattr(model, "_gathered_model", None) or GatheredModel()
 
 
 @contextmanager
-def gathered_parameters(
-    model: nn.Module, weights_version: int | None = None
-) -> Iterator[ShardedModel | FsdpModel | None]:
+def gathered_parameters(model: nn.Module, weights_version: int | None = None) -> Iterator[GatheredModel]:
     """Inside, `model` can run. Afterwards its parameters are the shards, also after an error. A collective.
 
     weights_version: of the shards; if `gather_ahead` gathered these, they are not gathered again. Yields
-    `sharded_model_of(model)`.
+    `gathered_model_of(model)`.
     """
-    sharded = sharded_model_of(model)
+    gathered = gathered_model_of(model)
     try:
-        if sharded is not None:
-            sharded.gather(weights_version)
-            sharded.gathered = True
-        yield sharded
+        gathered.gather(weights_version)
+        gathered.gathered = True
+        yield gathered
     finally:
-        if sharded is not None:
-            sharded.release()
-            sharded.gathered = False
+        gathered.release()
+        gathered.gathered = False
 
 
 def _assert_gathered(model: nn.Module, *_: Any) -> None:
-    sharded = sharded_model_of(model)
-    assert sharded is not None and sharded.gathered, "a sharded model runs only inside `gathered_parameters`"
-    assert sharded.reasons == [codes.reasons for codes in sharded.codes], (
-        "nothing of `reasons` changes inside `gathered_parameters`"
-    )
+    gathered = gathered_model_of(model)
+    assert gathered.gathered, "a sharded model runs only inside `gathered_parameters`"
+    assert gathered.unchanged(), "nothing that decides about codes changes inside `gathered_parameters`"
 
 
 class ShardedParameter:
     """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
 
     module, name: where it is. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of the
-    weight of a quantized linear. as_codes: whether these are gathered now. gathered: the parameter in the buffers,
-    padded to `chunk` rows of every rank.
+    weight of a quantized linear. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
     """
 
     def __init__(self, module: nn.Module, name: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
@@ -147,7 +137,6 @@ class ShardedParameter:
         self.codes: WeightCodes | None = None
         if isinstance(module, QuantizedLinear) and local.dim() == 2:  # weights of experts have values
             self.codes = WeightCodes(module.context, self.size, self.spec, mesh.shards, dtype, lambda: self.rows)
-        self.as_codes = False
         # By `as_codes`. Codes stay while values are gathered for a probe, because CUDA graphs read them.
         self._gathered: dict[bool, tuple[nn.Parameter, list[Tensor]]] = {}
 
@@ -155,6 +144,10 @@ class ShardedParameter:
     def rows(self) -> Tensor:
         """This rank's rows of the FP32 master."""
         return local_part(self.shard)
+
+    @property
+    def as_codes(self) -> bool:
+        return self.codes is not None and self.codes.as_codes
 
     @property
     def gathered(self) -> nn.Parameter:
@@ -168,13 +161,10 @@ class ShardedParameter:
         """Choose between codes and values, after what this follows from has changed."""
         if self.codes is None:
             return
-        context, self.as_codes = self.codes.context, self.codes.context.gathers_codes
-        context.weight_cache = None  # its codes change, or the memory they are in
+        context, is_new = self.codes.context, self.codes.decide()
         if self.as_codes:
             self._gathered.pop(False, None)
-            if self.codes.follow_recipe():
-                self._gathered.pop(True, None)
-        elif context.probe is None and context.watcher is None:
+        if is_new or not (self.as_codes or context.probe or context.watcher):
             self._gathered.pop(True, None)
 
     def message(self) -> list[Tensor]:
@@ -231,33 +221,94 @@ def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     return DTensorSpec(mesh.joined(*names), (*replicated, rows, *placements), tensor_meta=meta)
 
 
-class ShardedModel:
-    """Gathers the parameters of a model, and reduces their gradients."""
+@dataclass
+class Bucket:
+    """Parameters that share messages.
+
+    shards: the ranks that exchange them. start: the number of the first unit that uses one of them; -1: one is used
+    before all units; the number of units: all are used after them.
+    """
+
+    shards: DeviceMesh
+    start: int
+    parameters: list[ShardedParameter] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, parameter: ShardedParameter, start: int) -> None:
+        self.parameters.append(parameter)
+        self.start, self.size = min(self.start, start), self.size + parameter.size.numel()
+
+
+def _fits(bucket: Bucket, parameter: ShardedParameter, start: int) -> bool:
+    return bucket.size + parameter.size.numel() <= _BUCKET_ELEMENTS
+
+
+class ShardedModel(GatheredModel):
+    """Gathers the parameters of a model, and reduces their gradients. The arguments are those of `apply_data_parallel`.
+
+    On a GPU a stream does both beside the computation, bucket by bucket. Before the forward pass reaches the first unit
+    of a bucket, the computation waits until the bucket is gathered; when the backward pass has left it, the gradients
+    are complete. CUDA graphs contain these waits and records of events as nodes, because the events are external.
+    """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelMesh, fp32_units: Sequence[nn.Module], dtype: torch.dtype
-    ) -> None:
+        self, model: nn.Module, mesh: ParallelMesh, units: Sequence[nn.Module], fp32_units: Sequence[nn.Module],
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
         self.mesh, fp32 = mesh, {id(unit) for unit in fp32_units}
-        self.parameters = [
-            ShardedParameter(module, name, mesh, torch.float32 if id(module) in fp32 else dtype)
-            for module in model.modules()
-            for name in [name for name, parameter in module._parameters.items() if parameter is not None]
-        ]
-        self.gathered = False
+        number_of = {id(module): number for number, unit in enumerate(units) for module in unit.modules()}
+        self.parameters: list[ShardedParameter] = []
+        self._buckets: list[Bucket] = []
+        filling: dict[DeviceMesh, Bucket] = {}
+        num_left = len(number_of)  # modules of units that are not passed yet
+        for module in model.modules():
+            start = number_of.get(id(module), -1 if num_left or not units else len(units))
+            num_left -= id(module) in number_of
+            for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
+                one = ShardedParameter(module, name, mesh, torch.float32 if id(module) in fp32 else dtype)
+                self.parameters.append(one)
+                bucket = filling.get(one.shards)
+                if bucket is None or not _fits(bucket, one, start):
+                    bucket = filling[one.shards] = Bucket(one.shards, start)
+                    self._buckets.append(bucket)
+                bucket.add(one, start)
+        self._buckets.sort(key=lambda bucket: bucket.start)
         self.codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
-        self.reasons: list[Any] | None = None  # what the current forms follow from
-        self._maxima = SharedMaxima([], mesh.shards)
-        self.ahead: int | None = None  # the version of weights that `gather_ahead` gathered for the next step
-        self._buckets: list[list[ShardedParameter]] = []
-        filled: dict[DeviceMesh, tuple[list[ShardedParameter], int]] = {}
-        for parameter in self.parameters:
-            bucket, size = filled.get(parameter.shards, ([], 0))
-            if bucket and size + parameter.size.numel() > _BUCKET_ELEMENTS:
-                bucket, size = [], 0
-            if not bucket:
-                self._buckets.append(bucket)
-            bucket.append(parameter)
-            filled[parameter.shards] = bucket, size + parameter.size.numel()
+        if mesh.reproducible:
+            self.tree = GradientTree([partial(_gathered_of, bucket) for bucket in self._buckets])
+        self._stream = torch.cuda.Stream(mesh.device, priority=-1) if mesh.device.type == "cuda" else None
+        starts = {bucket.start for bucket in self._buckets}
+        self._filled, self._complete = ({start: _external_event(mesh) for start in starts} for _ in range(2))
+        self._signalled: set[int] = set()  # starts at which the last forward pass has set a hook for the backward pass
+        self._is_last, self._num_unreduced = False, len(self._buckets)
+        model.register_forward_pre_hook(lambda *_: self._begin())
+        for start in starts - {-1}:
+            if start < len(units):
+                units[start].register_forward_pre_hook(lambda _, inputs, at=start: self._reach(at, inputs[0]))
+            else:
+                units[-1].register_forward_hook(lambda _, inputs, output, at=start: self._reach(at, output))
+
+    def _begin(self) -> None:
+        if torch.is_grad_enabled():
+            self._signalled.clear()
+
+    def _reach(self, start: int, hidden: Tensor | tuple[Tensor, ...]) -> None:
+        """The forward pass reaches unit `start` with this hidden state."""
+        if (event := self._filled[start]) is not None:
+            event.wait()
+        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
+        # A unit may run several times; its first run is the last one of the backward pass.
+        if torch.is_grad_enabled() and hidden.requires_grad and start not in self._signalled:
+            self._signalled.add(start)
+            hidden.register_hook(lambda _: self._leave(start))
+
+    def _leave(self, start: int) -> None:
+        """The backward pass has computed all gradients of the parameters from unit `start` on."""
+        if (event := self._complete[start]) is not None:
+            event.record()
+        if self._is_last:
+            self._reduce_from(start)
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
@@ -265,53 +316,91 @@ class ShardedModel:
         for parameter in self.parameters:  # initialization and loading may have replaced the shards
             parameter.shard = parameter.module._parameters[parameter.name]  # type: ignore[assignment]
         ahead, self.ahead = self.ahead, None
-        reasons = [codes.reasons for codes in self.codes]
-        if reasons != self.reasons:
-            ahead = None
-            for parameter in self.parameters:
-                parameter.decide()
-            as_codes = [p.codes for p in self.parameters if p.codes is not None and p.as_codes]
-            self._maxima, self.reasons = SharedMaxima(as_codes, self.mesh.shards), reasons
-        if ahead is None or ahead != weights_version:
+        if self._follow_reasons() or ahead is None or ahead != weights_version:
             self.gather_ahead()
+        if (event := self._filled.get(-1)) is not None:
+            event.wait()
         for parameter in self.parameters:
             parameter.show(parameter.gathered)
 
+    def _decide(self) -> None:
+        for parameter in self.parameters:
+            parameter.decide()
+
     @torch.no_grad()
     def gather_ahead(self) -> None:
-        """Fill the buffers with the parameters of all ranks. A collective. If weights do not change before the next
-        step, its caller sets `ahead` to their version."""
-        self._maxima.measure()
-        for bucket in self._buckets:
-            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
-            parts = [part.flatten().view(torch.uint8) for parameter in bucket for part in parameter.message()]
-            sizes, message = [len(part) for part in parts], torch.cat(parts)
-            received = start_all_gather(message, group, async_op=False).wait()
-            buffers = [buffer for parameter in bucket for buffer in parameter.buffers(ranks * parameter.chunk)]
-            out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
-            torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
+        """Fill the buffers with the parameters of all ranks, without waiting for that. A collective. If weights do not
+        change before the next step, its caller sets `ahead` to their version."""
+        with self._beside(None):
+            self._maxima.measure()
+            for bucket in self._buckets:
+                group, ranks = bucket.shards.get_group(), bucket.shards.size()
+                messages = (part for parameter in bucket.parameters for part in parameter.message())
+                parts = [part.flatten().view(torch.uint8) for part in messages]
+                sizes, message = [len(part) for part in parts], torch.cat(parts)
+                received = start_all_gather(message, group, async_op=False).wait()
+                buffers = [buffer for one in bucket.parameters for buffer in one.buffers(ranks * one.chunk)]
+                out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
+                torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
+                if (event := self._filled[bucket.start]) is not None:
+                    event.record()
+
+    @contextmanager
+    def _beside(self, event: torch.cuda.Event | None) -> Iterator[None]:
+        """Inside, what is launched runs beside the computation, after `event` (None: after what is launched so far)."""
+        if self._stream is None:
+            yield
+            return
+        (event or torch.cuda.current_stream().record_event()).wait(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def release(self) -> None:
-        """Give the modules the shards, and drop what a failed step left of gradients. The buffers stay."""
+        """Give the modules the shards, drop what a failed step left of gradients, and let the current stream wait for
+        what runs beside it. The buffers stay."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._is_last, self._num_unreduced = False, len(self._buckets)
         for parameter in self.parameters:
             parameter.show(parameter.shard)
             for gathered, _ in parameter._gathered.values():
                 gathered.grad = None
 
-    @torch.no_grad()
+    def prepare(self, is_first: bool, is_last: bool) -> None:
+        """Before a micro-batch runs eagerly: after the last one's backward pass of a bucket this is reduced."""
+        self._is_last = is_last
+
     def reduce(self) -> None:
-        """Add the gradients of all ranks to those of the shards, and drop them. A collective."""
-        for bucket in reversed(self._buckets):
-            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
-            # Which have a gradient is the same on all ranks.
-            trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
-            if not trained:
-                continue
+        """Add the gradients of all ranks to those of the shards, which are there after `release`. A collective."""
+        self._reduce_from(-1)
+        assert all(parameter.gathered.grad is None for parameter in self.parameters), (
+            "a module that is registered after the last unit runs earlier"
+        )
+
+    @torch.no_grad()
+    def _reduce_from(self, start: int) -> None:
+        """Reduce the buckets of units from `start` on that are not reduced yet, from the last to the first."""
+        while self._num_unreduced and self._buckets[self._num_unreduced - 1].start >= start:
+            self._num_unreduced -= 1
+            self._reduce(self._num_unreduced)
+
+    def _reduce(self, index: int) -> None:
+        bucket = self._buckets[index]
+        group, ranks = bucket.shards.get_group(), bucket.shards.size()
+        # Which have a gradient is the same on all ranks.
+        trained = [parameter for parameter in bucket.parameters if parameter.gathered.grad is not None]
+        if not trained:
+            return
+        with self._beside(self._complete[bucket.start] if bucket.start in self._signalled else None):
+            sums = [] if self.tree is None else self.tree.finish_group(index)
             gradients = [local_part(parameter.gathered.grad) for parameter in trained]  # type: ignore[arg-type]
             sizes = [parameter.chunk * parameter.size[1:].numel() for parameter in trained]
             message = torch.empty(ranks, sum(sizes), device=self.mesh.device)
             torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=message)
-            del gradients
+            for read in (*gradients, *sums):
+                if self._stream is not None:
+                    read.record_stream(self._stream)  # its memory is not reused before
+            del gradients, sums
             for parameter in trained:
                 parameter.gathered.grad = None
             if self.mesh.reproducible:
@@ -326,6 +415,14 @@ class ShardedModel:
                     dist.all_reduce(total, group=self.mesh.replica.group)
             for parameter, rows in zip(trained, total.split(sizes), strict=True):
                 parameter.add_gradient(rows)
+
+
+def _gathered_of(bucket: Bucket) -> list[nn.Parameter]:
+    return [parameter.gathered for parameter in bucket.parameters]
+
+
+def _external_event(mesh: ParallelMesh) -> torch.cuda.Event | None:
+    return torch.cuda.Event(external=True) if mesh.device.type == "cuda" else None
 
 
 def _set_rounding_at_first_forward(model: nn.Module, rounding: Rounding, fp32_units: list[nn.Module]) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fp4.parallel.parameters import gathered_parameter
+from megatron_fp4.parallel.reproducible import GradientTree
 from megatron_fp4.precision.emulated import PackedWeight, attach_codes
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
@@ -42,16 +43,16 @@ class WeightCodes:
 
     size: of this rank's weight, gathered. spec: how it is placed; None: it is no DTensor. rows: returns this rank's
     rows of the FP32 master, [rows, in]. maxima: FP32 [blocks, in / block], of these rows. amax, scale: the tensor's,
-    FP32 0-dim, only with NVFP4.
+    FP32 0-dim, only with NVFP4. as_codes: whether codes are gathered now.
     """
 
     def __init__(
         self, context: LinearContext, size: torch.Size, spec: Any, shards: DeviceMesh, dtype: torch.dtype,
         rows: Callable[[], Tensor],
     ) -> None:  # fmt: skip
-        self.context, self.spec, self.dtype, self.rows = context, spec, dtype, rows
+        self.context, self.spec, self.dtype, self.rows, self.as_codes = context, spec, dtype, rows, False
         self.num_rows, self.num_columns = size
-        self.shard = shards.get_local_rank()
+        self.shards = shards
         self.chunk = -(-self.num_rows // shards.size())  # rows per rank; the last ranks have fewer
         self.blocks = self.all_blocks = RowBlocks("nvfp4", self.num_rows, self.num_rows, 0, 0)
         self.maxima: Tensor | None = None
@@ -64,14 +65,20 @@ class WeightCodes:
         context = self.context
         return context.recipe, context.backend, context.probe, context.watcher
 
-    def follow_recipe(self) -> bool:
-        """Find the blocks that the linear's recipe wants; returns whether codes have another format than before."""
+    def decide(self) -> bool:
+        """Choose between codes and values; returns whether codes have another format than before."""
+        self.context.weight_cache = None  # its codes change, or the memory they are in
+        self.as_codes = self.context.gathers_codes
+        return self.as_codes and self._follow_recipe()
+
+    def _follow_recipe(self) -> bool:
         context, before = self.context, self.all_blocks.format
         num_groups = context.sharding.num_groups
         group_rows = self.num_rows // num_groups
         padded = context.backend.alignment(context.recipe).padded_group(group_rows, num_groups)
         self.all_blocks = RowBlocks(context.recipe[FPROP_WEIGHT].format, group_rows, padded, 0, self.num_rows)
-        first, end = (min(self.chunk * rank, self.num_rows) for rank in (self.shard, self.shard + 1))
+        shard = self.shards.get_local_rank()
+        first, end = (min(self.chunk * rank, self.num_rows) for rank in (shard, shard + 1))
         self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         return self.all_blocks.format != before
 
@@ -103,17 +110,66 @@ class WeightCodes:
         return gathered_parameter(nan.expand(self.num_rows, self.num_columns), self.spec, requires_grad)
 
 
+class GatheredModel:
+    """A model whose parameters data-parallel ranks gather. This class is for one rank, which has nothing to gather.
+
+    tree: sums gradients over micro-batches with `mesh.reproducible`; None: autograd does. codes: of the weights that
+    can be gathered as codes. gathered: whether the model can run. ahead: the version of weights that `gather_ahead`
+    gathered for the next step.
+    """
+
+    def __init__(self, tree: GradientTree | None = None) -> None:
+        self.tree, self.gathered = tree, False
+        self.codes: list[WeightCodes] = []
+        self.ahead: int | None = None
+        self._reasons: list[Any] | None = None
+        self._maxima = SharedMaxima([])
+
+    def gather(self, weights_version: int | None = None) -> None:
+        """Before the model runs. A collective. weights_version: of the shards; None: they may have changed."""
+
+    def prepare(self, is_first: bool, is_last: bool) -> None:
+        """Before a micro-batch of a step runs eagerly."""
+
+    def reduce(self) -> None:
+        """After the last micro-batch: add the gradients of all ranks to those of the shards. A collective."""
+        if self.tree is not None:
+            self.tree.finish()
+
+    def gather_ahead(self) -> None:
+        """Gather for the next step. A collective. If weights do not change before it, the caller sets `ahead`."""
+
+    def release(self) -> None:
+        """Give the modules the shards, also after an error."""
+
+    def unchanged(self) -> bool:
+        """Whether `_follow_reasons` would change nothing."""
+        return self._reasons == [codes.reasons for codes in self.codes]
+
+    def _follow_reasons(self) -> bool:
+        """Decide anew what is gathered as codes, if what this depends on has changed; returns whether it has."""
+        if self.unchanged():
+            return False
+        self._decide()
+        self._reasons = [codes.reasons for codes in self.codes]
+        self._maxima = SharedMaxima([codes for codes in self.codes if codes.as_codes])
+        return True
+
+    def _decide(self) -> None:
+        """Call `decide` of all codes, and prepare for what they decide."""
+
+
 class SharedMaxima:
     """The maxima that ranks exchange: of weights, and of blocks of which several ranks hold rows.
 
     They go in one message: the maxima of the weights, then those of shared blocks [blocks, in / block] of each weight.
     """
 
-    def __init__(self, weights: Sequence[WeightCodes], shards: DeviceMesh) -> None:
+    def __init__(self, weights: Sequence[WeightCodes]) -> None:
         # Weights whose maximum tensor-parallel ranks share too come first.
         self.weights = sorted(weights, key=lambda weight: not weight.context.place("weight").amax_groups)
         groups = [weight.context.place("weight").amax_groups for weight in self.weights]
-        self.group, self.num_tensor_parallel = shards.get_group(), sum(map(bool, groups))
+        self.num_tensor_parallel = sum(map(bool, groups))
         self.tensor_parallel = groups[0] if groups else ()
         self._message = self._scales = torch.empty(0)  # _scales: FP32 [weights], the tensor scales
         self._block_maxima: list[Tensor] = []  # this rank's maxima of shared blocks, and their places in the message
@@ -138,7 +194,7 @@ class SharedMaxima:
         if self._block_places:
             torch._foreach_copy_(self._block_places, self._block_maxima)
         bits = message.view(torch.int32)
-        all_reduce_maxima(bits, [self.group])
+        all_reduce_maxima(bits, [self.weights[0].shards.get_group()])
         all_reduce_maxima(bits[: self.num_tensor_parallel], self.tensor_parallel)
         if self._block_places:
             torch._foreach_copy_(self._block_maxima, self._block_places)

@@ -28,11 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from megatron_fp4.parallel.fsdp_private import before_reduction, parameters_of, reduction_streams
-from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.messages import start_all_gather
 
@@ -77,28 +74,13 @@ def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 class GradientTree:
     """The part of the tree that one rank sums, between the micro-batches of `accumulate`.
 
-    model: FSDP2 may shard it.
+    groups: functions that return the parameters whose gradients are reduced together. wait: called before gradients are
+    read; the current stream must then wait for what writes them.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        # Functions that return the parameters of a group; FSDP2 reduces the gradients of a group together.
-        self._groups: list[Callable[[], list[nn.Parameter]]] = []
-        self._reduced_in_streams: FSDPModule | None = None  # the model, if CUDA streams reduce each micro-batch
-        if not isinstance(model, FSDPModule):
-            self._groups.append(lambda: [p for p in model.parameters() if p.requires_grad])
-        else:
-            if mesh.reduce_each and mesh.device.type == "cuda":
-                self._reduced_in_streams = model
-            for module in model.modules():
-                if isinstance(module, FSDPModule) and parameters_of(module):
-                    self._add_group(module, mesh.reduce_each)
+    def __init__(self, groups: Sequence[Callable[[], list[nn.Parameter]]], wait: Callable[[], None] = lambda: None):
+        self._groups, self._wait = groups, wait
         self.begin()
-
-    def _add_group(self, module: FSDPModule, reduce_each: bool) -> None:
-        parameters, index = parameters_of(module), len(self._groups)
-        self._groups.append(lambda: [p.sharded if reduce_each else p.gathered for p in parameters])
-        if not reduce_each:
-            before_reduction(module, lambda: self._finish(index))
 
     def begin(self) -> None:
         """Called before the first micro-batch of a step."""
@@ -108,41 +90,40 @@ class GradientTree:
     def keep(self, copied: bool = False) -> None:
         """Called after each leaf of this rank except the last: move its gradients from `.grad` into the sums. copied:
         copy them, because they are in the memory of a CUDA graph, which the next leaf overwrites."""
-        self._wait_for_reductions()
+        self._wait()
         for group, sums in zip(self._groups, self._sums, strict=True):
             parameters, leaves = group(), 1
-            gradients = _gradients(parameters)
-            if copied:
-                in_graph, gradients = gradients, [torch.empty_like(gradient) for gradient in gradients]
-                torch._foreach_copy_(gradients, in_graph)
+            total = _gradients(parameters)
             for parameter in parameters:
                 parameter.grad = None
             while sums and sums[-1][0] == leaves:
-                torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
-                leaves *= 2
-            sums.append((leaves, gradients))
+                older = sums.pop()[1]
+                torch._foreach_add_(older, total)  # type: ignore[attr-defined]
+                total, leaves = older, 2 * leaves
+            if copied and leaves == 1:
+                in_graph, total = total, [torch.empty_like(gradient) for gradient in total]
+                torch._foreach_copy_(total, in_graph)
+            sums.append((leaves, total))
 
     def finish(self) -> None:
-        """Called after the last leaf: add the sums to `.grad`, unless hooks did (FSDP2 with `once`)."""
-        self._wait_for_reductions()
+        """Called after the last leaf: add the sums to `.grad`, unless `finish_group` has."""
+        self._wait()
         for index in range(len(self._groups)):
-            self._finish(index)
+            self.finish_group(index)
 
-    def _finish(self, index: int) -> None:
-        sums = self._sums[index]
+    def finish_group(self, index: int) -> list[Tensor]:
+        """Add a group's sums to `.grad`, and drop them; returns them, for a caller whose stream still reads them."""
+        sums, self._sums[index] = self._sums[index], []
         gradients = _gradients(self._groups[index]()) if sums else []
-        while sums:
-            torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
-
-    def _wait_for_reductions(self) -> None:
-        if self._reduced_in_streams is not None:
-            for stream in reduction_streams(self._reduced_in_streams):
-                torch.cuda.current_stream().wait_stream(stream)
+        for _, older in reversed(sums):
+            torch._foreach_add_(gradients, older)  # type: ignore[attr-defined]
+        return [part for _, older in sums for part in older]
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    assert len(gradients) == len(parameters), "if one were missing, gradients of different parameters would be added"
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+    assert len(gradients) == len(trained), "if one were missing, gradients of different parameters would be added"
     return gradients
 
 

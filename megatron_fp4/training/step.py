@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp4.parallel.data_parallel import ShardedModel, gathered_parameters, gradient_tree, sharded_model_of
-from megatron_fp4.parallel.fsdp import FsdpModel
+from megatron_fp4.parallel.data_parallel import gathered_model_of, gathered_parameters
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
 from megatron_fp4.parallel.reproducible import exact_norm_share, leaf_size
@@ -111,26 +110,23 @@ def accumulate(
     """
     assert micro_batches
     global_batch, progress = global_batch or global_batch_of(micro_batches, mesh), progress or Progress()
-    num_global, num_own, tree = global_batch.num_micro_batches, len(micro_batches), gradient_tree(model)
+    num_global, num_own, tree = global_batch.num_micro_batches, len(micro_batches), gathered_model_of(model).tree
     num_leaf = num_own if tree is None else leaf_size(num_global)
     losses = torch.zeros(num_global if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
         tree.begin()
     replaying = nullcontext() if graphs is None else graphs.step(micro_batches, num_global, step_state)
-    with replaying as replays, gathered_parameters(model, step_state.weights_version) as sharded:
+    with replaying as replays, gathered_parameters(model, step_state.weights_version) as gathered:
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
-            if isinstance(sharded, FsdpModel):
-                sharded.prepare(position == 1, position == num_own)
-            replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
-            loss = _computed(model, micro_batch, global_batch, mesh, step_state) if replayed is None else replayed
+            loss = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
+            if eager := loss is None:
+                gathered.prepare(position == 1, position == num_own)
+                loss = _computed(model, micro_batch, global_batch, mesh, step_state)
             losses[micro_batch.index % len(losses)].add_(loss)
             if tree is not None and position % num_leaf == 0 and position < num_own:
-                tree.keep(copied=replayed is not None)
-        if tree is not None:
-            tree.finish()
-        if isinstance(sharded, ShardedModel):
-            sharded.reduce()
+                tree.keep(copied=not eager)
+        gathered.reduce()
     if global_batch.num_targets is None:
         losses /= num_global
     return losses if mesh.reproducible else losses[0]
@@ -230,9 +226,9 @@ def update(
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
-    sharded = sharded_model_of(model) if on_device and model is not None else None
-    if isinstance(sharded, ShardedModel):
-        sharded.gather_ahead()
+    gathered = gathered_model_of(model) if on_device and model is not None else None
+    if gathered is not None:
+        gathered.gather_ahead()
     if arrived is not None:
         arrived.synchronize()
     mean_loss, squared_norm, *counts = on_host.tolist()
@@ -248,8 +244,8 @@ def update(
         optimizer.step()
     if not skipped:
         step_state.weights_version += 1
-    if isinstance(sharded, ShardedModel):
-        sharded.ahead = step_state.weights_version
+    if gathered is not None:
+        gathered.ahead = step_state.weights_version
     optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
 

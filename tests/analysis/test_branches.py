@@ -17,7 +17,7 @@ import pretrain
 from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
-from megatron_fp4.config.compose import as_saved, config_from_saved
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.training import build, trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
@@ -144,21 +144,6 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(trunk: tuple[list[s
     assert "parameters, and the times are those of transformer_60m" in printed
     other = "its runs differ from the checkpoint's in model or text: data.kind (builtin, not indexed)"
     assert printed.count(other) == 1
-
-
-def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:
-    checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
-    overrides = ["precision=mxfp8", "precision.switch.when=never"]
-    shaped = as_saved(config_from_saved(trainer["config"], overrides, CONFIGS, trusted=True))
-    with mock.patch.object(branches, "train", lambda *_: Branch([5.0, 4.0], [0.1, 0.1])):
-        for config, said in ((trainer["config"], False), (shaped, True)):
-            rewrite_trainer(checkpoint, {**trainer, "config": config})
-            assert price_main(checkpoint, "nvfp4", "--steps", 2) == 0
-            printed = capsys.readouterr().out
-            assert ("its run trains in mxfp8" in printed) == said and "after 50% of the run" in printed
-        assert price_main(checkpoint, "nvfp4", "train.steps=15", "--steps", 2) == 0
-        assert "of the run;" not in capsys.readouterr().out
 
 
 def test_wrong_input_gives_one_line_before_anything_is_trained(trunk: tuple[list[str], Path], tmp_path, capsys) -> None:

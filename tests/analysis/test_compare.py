@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from analysis.recipes import HeldOut, Pair, gaps, read_held_out
-from analysis.runs import compare_runs, differences, draw_runs, settings_of
+from analysis.runs import compare_runs, draw_runs
 from megatron_fp4.logging.run_folder import open_runs
 from scripts import compare
 from tests.programs import cells, error_line
@@ -260,15 +260,3 @@ def test_runs_that_cannot_be_compared_give_one_line(tmp_path: Path, monkeypatch,
     ):
         assert compare.main(["runs", *arguments]) == 2
         assert expected in error_line(capsys, "compare.py")
-
-
-def test_settings_that_matter_are_reported() -> None:
-    mine = settings_of(
-        {"run": {"seed": 1}, "data": {"seed": None, "validation": {"a": "x"}, "num_workers": 1},
-         "train": {"steps": 5, "micro_batch_size": 2}, "precision": {"name": "bf16"}, "model": {"new": None}}
-    )  # fmt: skip
-    theirs = settings_of(
-        {"run": {"seed": 5}, "data": {"seed": 2, "validation": {"a": "x", "b": "y"}, "num_workers": 3},
-         "train": {"steps": 6, "micro_batch_size": 4}, "precision": {"name": "nvfp4"}, "model": {"name": "u"}}
-    )  # fmt: skip
-    assert differences(mine, theirs) == ["train.steps (5, not 6)", "data.seed or run.seed (1, not 2)"]

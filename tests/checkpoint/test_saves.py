@@ -1,6 +1,5 @@
 """Saves that fail or are abandoned, loads during a run, and crafted checkpoints; in one process."""
 
-import contextlib
 import os
 import pickle
 import shutil
@@ -9,13 +8,12 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fp4.checkpoint import checkpointer, files, shards, staging
+from megatron_fp4.checkpoint import checkpointer, files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGoneError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -92,36 +90,6 @@ def test_free_space_is_checked_before_a_save(make_job: Callable[..., Job], monke
     assert tries == [] and not list(job.root.glob("step*"))
 
 
-def test_a_save_comes_while_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locking goes on after it, in complete tensors, and changes nothing of it."""
-    values = [torch.rand(count) for count in (3000, 10, 5000, 4000, 9, 2000)]
-    pieces = [shards.OwnPiece(number, (0,), (len(one),), one) for number, one in enumerate(values)]
-    memory, happened, staged = staging.Staging(pieces, torch.device("cpu")), list[Any](), list[shards.OwnPiece]()
-    saver = threading.Thread(target=lambda: (staged.extend(memory.copy(pieces)), happened.append("save")))
-
-    def register(address: int, size: int, _: int) -> int:
-        happened.append((address, size))
-        if len(happened) == 2:
-            saver.start()
-        return 0
-
-    monkeypatch.setattr(staging, "_LOCKED_AT_ONCE", 15000)
-    monkeypatch.setattr(staging, "_PAUSE", 0.1)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    memory._lock_pages()
-    saver.join()
-    assert happened.pop(2) == "save"
-    assert all(torch.equal(piece.values, one) for piece, one in zip(staged, values, strict=True))
-    first = staged[0].values.data_ptr()
-    parts = [(0, 16384), (16384, 20480), (36864, 16384), (53248, 12288)]
-    assert [(address - first, size) for address, size in happened] == parts
-    assert {address for address, _ in happened} <= {piece.values.data_ptr() for piece in staged}
-    memory.stop_locking()
-    memory._lock_pages()
-    assert len(happened) == 4
-
-
 def test_an_abandoned_save_is_not_published(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ended by an exception may start again in the same process while its last save is still written."""
     job = make_job(asynchronous=True)
@@ -167,46 +135,12 @@ def test_a_rollback_loads_the_last_checkpoint_or_changes_nothing(
     assert (job.step_state.weights_version > version) == loaded
 
 
-def test_metadata_is_made_once(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata is made again only after a save that failed on rank 0 after the shards were written."""
-    job, made, packed = make_job(max_failed_saves=2), [], []
-    metadata_of, pack = checkpointer.metadata_of, checkpointer.pack
-
-    def once(states: Any) -> bytes:
-        packed.append(1)
-        if len(packed) == 1:
-            raise FULL
-        return pack(states)
-
-    monkeypatch.setattr(checkpointer, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
-    monkeypatch.setattr(checkpointer, "pack", once)
-    for step in (1, 2, 3):
-        job.save(step)
-    assert len(made) == 2 and len(packed) == 4 and job.resume() == 3
-
-
 def test_a_save_fails_if_no_rank_writes_some_elements(make_job: Callable[..., Job], monkeypatch) -> None:
     job = make_job()
     monkeypatch.setattr(shards, "_is_writer", lambda tensor, number, rank: number != 3)
     with pytest.raises(CheckpointError, match=r"0 of \d+ elements of .* were written"):
         job.save(1)
     assert not list(job.root.glob("step*"))
-
-
-def test_a_load_reads_every_file_once(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is the bottleneck of a start on many ranks."""
-    monkeypatch.setattr(shards, "_FILE_BYTES", 1000)
-    job = make_job()
-    job.save(1)
-    opened: list[str] = []
-    open_plain = files.open_plain
-    monkeypatch.setattr(files, "open_plain", lambda path: (opened.append(path.name), open_plain(path))[1])
-    assert job.resume() == 1
-    written = [f"__0_{number}.distcp" for number in range(4)]
-    assert sorted(opened) == sorted([files.MANIFEST, METADATA, *written, files.RANDOM_STATE, files.TRAINER])
-    os.truncate(job.root / FIRST / written[2], 300)
-    with pytest.raises(CheckpointError, match=r"__0_2\.distcp"):
-        job.resume()
 
 
 # Checkpoints crafted by an attacker

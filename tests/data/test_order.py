@@ -65,36 +65,6 @@ def test_a_sorted_corpus_is_shuffled() -> None:
     assert total > 300 and neighbours < 0.25 * total  # 8 documents a group, 2 in a run
 
 
-class _ComputedStream:
-    """A stream of 10^8 documents that are computed, not stored: document d begins at 517 d + (d^2 mod 256)."""
-
-    num_documents = 10**8
-    num_tokens = 517 * num_documents
-
-    def __init__(self) -> None:
-        self.reads = 0
-
-    def document_offsets(self, first: int, last: int) -> np.ndarray:
-        self.reads += 1
-        documents = np.arange(first, last + 1, dtype=np.int64)
-        return np.where(documents < self.num_documents, 517 * documents + documents**2 % 256, self.num_tokens)
-
-    def tokens(self, start: int, length: int) -> np.ndarray:
-        return np.arange(start, start + length)
-
-
-def test_many_large_sources_read_few_offsets() -> None:
-    """Windows are drawn from the sources in turn, as a blend does; each source shuffles its group only once."""
-    streams = [_ComputedStream() for _ in range(40)]
-    made = [DocumentOrder(stream, 4096, str(number)) for number, stream in enumerate(streams)]  # type: ignore[arg-type]
-    for position in range(3):
-        for order in made:
-            assert len(order.window(0, position, documents=False).tokens) == 4097
-        if position == 0:
-            reads = [stream.reads for stream in streams]
-    assert max(reads) < 150 and [stream.reads for stream in streams] == reads
-
-
 @pytest.mark.parametrize("size", [1, 2, 17, 4097])
 def test_permutations_are_bijections(size: int) -> None:
     assert sorted(map(Permutation(size, "key"), range(size))) == list(range(size))

@@ -138,18 +138,10 @@ def test_compressed_files_are_read_in_pieces_of_any_size(
 
 def test_malformed_and_empty_records_are_counted_and_skipped(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     lines = [
-        b'\xef\xbb\xbf{"text": "good"}',
-        b'{"text": "cut sh',
-        b"",
-        b'{"body": "x"}',
-        b'{"text": 3}',
-        b'{"text": null}',
-        b'{"text": " \\n"}',
-        b'["text"]',
-        b'{"text": "\xff"}',
-        b'{"text": "half a pair \\ud83d"}',
+        b'\xef\xbb\xbf{"text": "good"}', b'{"text": "cut sh', b"", b'{"body": "x"}', b'{"text": 3}', b'{"text": null}',
+        b'{"text": " \\n"}', b'["text"]', b'{"text": "\xff"}', b'{"text": "half a pair \\ud83d"}',
         b'{"text": "also good"}',
-    ]
+    ]  # fmt: skip
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
     reports: list[str] = []

@@ -3,7 +3,6 @@
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -187,21 +186,11 @@ def test_an_object_replaced_in_use_is_refused(store: Store, tmp_path: Path) -> N
 
 
 def test_threads_fetch_a_block_once(store: Store, remote: IndexedDataset, local: IndexedDataset, monkeypatch) -> None:
-    """If the store does not answer, threads retry side by side, not one after the other."""
     monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 300.0)
     store.requests.clear()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
     assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
-    monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 0.01)
-    monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
-    together = threading.Barrier(16, timeout=300)  # raises if not all threads are in this wait at the same time
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: together.wait())
-    monkeypatch.setattr(data.storage, "time", clock)
-    store.fault = lambda number: "500"
-    with ThreadPoolExecutor(16) as pool:
-        tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(16)]
-        assert [type(one.exception()) for one in tried] == [ConnectionError] * 16
 
 
 def test_on_a_full_disk_nothing_is_cached(

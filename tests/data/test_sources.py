@@ -2,16 +2,12 @@
 
 import json
 import shutil
-import threading
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data.indexed import IndexedDataset
 from data.sources import open_indexed, prefixes
 from data.tokenizer import train_tokenizer
 from tests.data.streams import write, write_random
@@ -189,34 +185,6 @@ def test_the_ends_of_documents_that_no_json_describes_are_read(tmp_path: Path) -
     (warning,) = open_indexed(1000, {"right": "right"}, {"none": "none"}, "tokenizer.json").warnings
     assert warning.startswith("warning: data.validation.none: documents of none do not end with <|endoftext|> (id 0)")
     assert "begin with: unknown, end with: unknown" in open_indexed(1000, {"right": "right"}).summary()
-
-
-def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(tmp_path: Path, monkeypatch) -> None:
-    """The error names the first file in order, not in time. There are at most 32 threads, however many files."""
-    prefix, before, threads = write_random(tmp_path / "web").prefix, threading.active_count(), []
-
-    def opened(path: str, *rest: object) -> IndexedDataset:
-        threads.append(threading.active_count() - before)
-        time.sleep(0.002)
-        if path.endswith(("s2_7", "s3_0", "s9_0")):
-            time.sleep(0.05 * path.endswith("s2_7"))
-            raise ValueError(f"{path} is wrong")
-        return IndexedDataset(prefix)
-
-    monkeypatch.setattr("data.sources.IndexedDataset", opened)
-    named = {f"s{source}": [f"{tmp_path}/s{source}_{file}" for file in range(20)] for source in range(20)}
-    with pytest.raises(ValueError, match=r"^data\.sources\.s2: .*s2_7 is wrong$"):
-        open_indexed(1000, named)
-    assert 2 < max(threads) <= 32 and threading.active_count() <= before
-
-
-def test_opening_checks_a_few_places_of_a_large_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places include both ends. They are few, so that a start with thousands of files does not take minutes."""
-    last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
-    monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
-    monkeypatch.setattr(IndexedDataset, "_checked_entries", lambda _, first, end: seen.update([first]))
-    open_indexed(1000, {"web": "web"})
-    assert len(seen) == 16 and set(seen.values()) == {1} and {0, last} <= seen.keys()
 
 
 def test_tokens_that_are_read_twice_give_a_warning(tmp_path: Path) -> None:

@@ -41,15 +41,9 @@ def hugging_face_folder(folder: Path) -> Path:
 
 def sentence_piece(folder: Path) -> Path:
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(TEXTS),
-        model_prefix=str(folder / "m"),
-        vocab_size=320,
-        byte_fallback=True,
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        minloglevel=5,
-    )
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / "m"), vocab_size=320, byte_fallback=True,
+        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity", minloglevel=5,
+    )  # fmt: skip
     return folder / "m.model"
 
 

@@ -19,6 +19,7 @@ from megatron_fp4.checkpoint import files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError
 from megatron_fp4.checkpoint.find import refuse_to_overwrite
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime.run_state import write_state
 from tests.distributed.one_rank import Job, flip_a_bit, names
 from tests.training.harness import launch, toy_mesh
@@ -194,6 +195,7 @@ def _resume_on_two(rank: int, root: str, faulty_rank: int, fault: str) -> list[A
                 begun = job.checkpointer.initialize(
                     given, job.model, job.step_state, resumed=False, allow_mismatch=False
                 )
+                assert all((local_part(parameter) == 3).all() for parameter in job.model.parameters())
                 step = begun and begun.step
             outcomes.append(step)
         except (CheckpointError, ValueError) as error:

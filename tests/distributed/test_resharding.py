@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.config.schema import Config, OptimizerConfig
@@ -92,33 +91,3 @@ def test_loading_on_two_and_four_ranks_and_back_keeps_all_bits(trained: Run, sha
         assert relative_error(one.logits, trained.logits) < 1e-6
     for one in (*data_parallel, back):
         assert torch.equal(one.logits, trained.logits)
-
-
-def initialized(rank: int, layout: Layout, given: str, root: str) -> tuple[str, dict[str, Tensor], bool]:
-    """Begin a run from the weights of `given`. Returns the checkpoint that this loaded, the weights, and whether
-    everything else is unchanged."""
-    mesh, step_state = layout.mesh(), StepState(seed=0)
-    model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7.0)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
-    checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
-    generator = torch.get_rng_state()
-    begun = checkpointer.initialize(given, model, step_state, resumed=False, allow_mismatch=False)
-    assert begun is not None
-    fresh = not any(whole(value).any() for value in optimizer_state(model, optimizer).values())
-    fresh &= torch.equal(generator, torch.get_rng_state()) and not list(Path(root).glob("*"))
-    return f"{begun.path} {begun.step}", {name: whole(value) for name, value in model.state_dict().items()}, fresh
-
-
-@pytest.mark.parametrize(("kind", "layout"), [("run", TP2), ("import", DP2)])
-def test_a_new_run_from_weights_has_their_bits(trained: Run, kind: str, layout: Layout, tmp_path: Path) -> None:
-    """The weights are those of a run's newest checkpoint, or of an import. Moments and generators are new."""
-    given, expected = trained.folder, f"{trained.checkpoint()} 2"
-    if kind == "import":
-        given, expected = tmp_path / "model", f"{tmp_path / 'model'} 0"
-        write_weights_only(given, Config(model=MODEL), trained.weights.items(), imported={}, tokenizer="one")
-    for loaded, weights, fresh in launch(initialized, layout.world, layout, str(given), str(tmp_path / "own")):
-        assert loaded == expected and fresh
-        assert_equal(weights, trained.weights)

@@ -28,19 +28,11 @@ CASES = {
     "transformer": small_config(vocab_size=300, pattern="*-*-", rope=True, rope_base=500.0, hidden_dim=48, head_dim=16),
     "llama": small_config(pattern="*G*G", rope=True, hidden_dim=48, ffn_dim=256, norm_eps=1e-6),
     "experts": small_config(
-        vocab_size=300,
-        pattern="ME*E",
-        moe_num_experts=8,
-        moe_top_k=3,
-        moe_ffn_dim=48,
-        moe_shared_ffn_dim=32,
-        moe_latent_dim=16,
-        moe_scaling=2.5,
-        moe_num_groups=4,
-        moe_top_groups=2,
+        vocab_size=300, pattern="ME*E", moe_num_experts=8, moe_top_k=3, moe_ffn_dim=48, moe_shared_ffn_dim=32,
+        moe_latent_dim=16, moe_scaling=2.5, moe_num_groups=4, moe_top_groups=2,
     ),
     "one_group": small_config(pattern="*-", rope=True, num_query_heads=4, num_kv_heads=1, norm_eps=1e-3),
-}
+}  # fmt: skip
 
 
 def strong_model(config: ModelConfig, mesh: ParallelMesh, seed: int = 0) -> HybridModel:

@@ -201,14 +201,6 @@ def whole(tmp_path: Path, mesh: ParallelMesh) -> Checkpoint:
     return checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh)))
 
 
-def test_a_damaged_shard_is_refused(whole: Checkpoint) -> None:
-    shard = whole.folder / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes().replace(b"data/0", b"data/9"))
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp"):
-        for name in whole.tensors:
-            whole.tensor(name)
-
-
 def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -> None:
     (whole.folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
     (whole.folder / "__0_0.distcp").symlink_to(tmp_path / "__0_0.distcp")

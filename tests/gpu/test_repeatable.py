@@ -33,6 +33,7 @@ pytestmark = [
 SMALL = [
     *("model=hybrid_60m", "model.pattern=M-M*M-", "model.vocab_size=2048", "train.steps=8", "checkpoint.interval=3"),
     *("train.micro_batch_size=2", "logging.tensorboard=false", "validation.num_samples=2"),
+    "parallel.timeout_seconds=30",
 ]
 RUNS: dict[str, tuple[int, list[str]]] = {
     "NVFP4": (1, []),
@@ -44,7 +45,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 
 
 def run(folder: Path, cache: Path, ranks: int, overrides: list[str], kill_after: int = 0) -> str:
-    """Run pretrain.py to its end, or until `kill_after` steps are recorded; returns what the first rank printed."""
+    """Run pretrain.py to its end, or until `kill_after` steps are recorded: then the last rank is killed, and
+    the others must end by themselves. Returns what the first rank printed."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     programs = []
@@ -55,11 +57,12 @@ def run(folder: Path, cache: Path, ranks: int, overrides: list[str], kill_after:
             programs.append(subprocess.Popen(command, **settings))
     until = time.monotonic() + 240
     while any(program.poll() is None for program in programs):
-        killed = kill_after and len(steps_of(folder)) >= kill_after
-        if killed or time.monotonic() > until:
-            for program in programs:
+        late = time.monotonic() > until
+        if late or (kill_after and len(steps_of(folder)) >= kill_after):
+            for program in programs if late else programs[-1:]:
                 program.send_signal(signal.SIGKILL)
         time.sleep(0.05)
+    assert time.monotonic() < until, "a rank does not end"
     said = folder.with_name(f"{folder.name}.rank_0.log").read_text()
     assert kill_after or not any(program.returncode for program in programs), said[-3000:]
     return said

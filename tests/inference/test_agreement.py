@@ -34,13 +34,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpus")
     for name, documents in (("web", 600), ("held_out", 90), ("other", 40)):
         write_text(folder / name, documents, 300)
-    return [
-        "data=indexed",
-        "data.num_workers=0",
-        f"data.sources={{web: {folder}/web}}",
-        f"data.validation={{web: {folder}/held_out, other: {folder}/other}}",
-        "data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]",
-    ]
+    sources = f"data.sources={{web: {folder}/web}}"
+    held_out = f"data.validation={{web: {folder}/held_out, other: {folder}/other}}"
+    phases = "data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]"
+    return ["data=indexed", "data.num_workers=0", sources, held_out, phases]
 
 
 @pytest.fixture(scope="module")

@@ -40,9 +40,13 @@ from models.pattern import linear_shapes
 from tests.data.test_tokenizer import KINDS
 from tests.distributed.hybrid import MXFP8, NVFP4, watched_gemms
 from tests.models.builders import build, small_config
-from tests.models.test_inference_cache import PATTERNS
 from tests.precision.test_plan import exception
 
+PATTERNS = {
+    "hybrid": {"pattern": "M-*-M-"},
+    "transformer": {"pattern": "*-*-", "rope": True, "num_kv_heads": 1},
+    "all Mamba": {"pattern": "MMM", "mamba_num_groups": 1, "mamba_conv_width": 3},
+}
 # One token; shorter than the width of the convolution; as long as a chunk of the scan (8), and longer; longer than the
 # sequences of these models.
 LENGTHS = (1, 2, 3, 8, 17, 50)
@@ -86,6 +90,18 @@ def test_texts_equal_those_without_a_cache(pattern: str, mesh: ParallelMesh, mon
     found = generate(model, requests, settings)
     assert found == [recomputed(model, request.tokens, settings, request.sample) for request in requests]
     assert len({tuple(continuation.tokens) for continuation in found}) == len(requests)
+
+
+def test_padding_does_not_overwrite_a_full_cache(mesh: ParallelMesh) -> None:
+    model = build(small_config(pattern="*", init_std=0.2), mesh)
+    tokens = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        whole = model(tokens)
+    cache = model.new_cache(2, 8)
+    model(tokens[:, :7], cache=cache, counts=[7, 1])
+    logits = model(torch.stack([tokens[0, [7, 0, 0]], tokens[1, 1:4]]), cache=cache, counts=[1, 3])
+    torch.testing.assert_close(logits[0], whole[0, 7], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits[1], whole[1, 3], rtol=0, atol=1e-5)
 
 
 def test_each_text_ends_at_its_first_stop_token(hybrid: HybridModel) -> None:

@@ -4,7 +4,6 @@ import io
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -22,7 +21,6 @@ from megatron_fp4.logging.console import (
 )
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.training.callbacks.reporting import phases_table
 from tests.logging.test_metrics import metrics
 
 
@@ -116,21 +114,6 @@ def test_the_plan_lists_each_linear_of_a_small_model_and_ranges_of_a_large_one()
     assert all(shape.name in text for shape in shapes) and "9 of 12 linears in nvfp4 (75.0%" in text
     text = shown(plan_table(plan, "nvfp4", compact_above=4))
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
-
-
-def test_the_table_of_phases() -> None:
-    def use(source: str, share: float, epochs: float) -> SimpleNamespace:
-        return SimpleNamespace(source=source, share=share, epochs=epochs, epochs_done=epochs)
-
-    phase = {"name": "broad", "first_step": 0, "end_step": 420, "num_samples": 3360, "batch_size": 8}
-    whole = SimpleNamespace(**phase, sequence_length=None)
-    cut = SimpleNamespace(name="all", first_step=420, end_step=500, num_samples=640, batch_size=8, sequence_length=128)
-    many = [use(f"s{i}", 0.01, i / 100) for i in range(100)]
-    planned = [(whole, [use("code", 0.7, 1.5), use("prose", 0.3, 0.5)]), (cut, many)]
-    lines = [line.split() for line in shown(phases_table(planned, 512)).splitlines()]
-    assert ["broad", "1-420", "8", "x", "512", "code", "70.00%", "1,204,224", "1.5", "1.5"] in lines
-    assert ["prose", "30.00%", "516,096", "0.5", "0.5"] in lines and ["85", "more", "85.00%", "278,528"] in lines
-    assert ["all", "421-500", "32", "x", "128", "s99", "1.00%", "3,277", "0.99", "0.99"] in lines
 
 
 def test_numbers_are_printed_in_short() -> None:

@@ -30,19 +30,9 @@ SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt
 
 def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
     return StepMetrics(
-        step=step,
-        tokens=step * 4096,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.5,
-        tokens_per_second=40e3,
-        model_tflops=0.02,
-        step_time=0.1,
-        skipped=skipped,
-        phase="broad",
-        plan="nvfp4",
-        data_wait=0.01,
-    )
+        step=step, tokens=step * 4096, loss=loss, lr=1e-3, grad_norm=1.5, tokens_per_second=40e3, model_tflops=0.02,
+        step_time=0.1, skipped=skipped, phase="broad", plan="nvfp4", data_wait=0.01,
+    )  # fmt: skip
 
 
 @contextmanager

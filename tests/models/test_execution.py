@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data import provider as data
 from megatron_fp4.config.precision_schema import PrecisionConfig
@@ -17,7 +17,7 @@ from megatron_fp4.training.step import accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import pattern
 from models import provider as models
-from models.execution import PLAIN, Execution, recompute_saved, recomputed, torch_compile
+from models.execution import PLAIN, Execution, torch_compile
 from models.mamba2 import fused_conv_silu
 from models.pattern import choose_execution
 from models.ssd import fused_scan
@@ -121,21 +121,3 @@ def different_gradients(rank: int, tensor: int, reshard: bool) -> list[str]:
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (2, False)])
 def test_gradients_have_the_same_bits_on_two_ranks(tensor, reshard):
     assert launch(different_gradients, 2, tensor, reshard) == [[], []]
-
-
-def test_a_recomputed_function_runs_once_more_in_the_backward_pass():
-    weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
-    calls: list[str] = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append("function")
-        return x.sin()
-
-    h = torch.randn(4, 8).requires_grad_()
-    with recompute_saved():
-        y = recomputed(function)(h) @ weight
-    assert calls == ["function"]
-    y.square().sum().backward()
-    assert calls == ["function", "function"]
-    expected = torch.autograd.grad((h.sin() @ weight).square().sum(), (h, weight))
-    assert torch.equal(h.grad, expected[0]) and torch.equal(weight.grad, expected[1])

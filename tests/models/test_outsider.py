@@ -12,26 +12,23 @@ from torch import Tensor
 
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.megatron_model import arguments_of
-from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.optimizer import build_optimizer
 from models.execution import PLAIN, Execution
 from models.hybrid import build_model
 from models.initialization import Rule, initialize
 from models.mixer import Mixer, input_projection, output_projection
-from models.pattern import MIXERS, forward_flops_per_token, parameter_count
+from models.pattern import MIXERS
 from models.positions import Documents
 from pretrain import CONFIGS
 from scripts import convert
-from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, micro_batches
 from tests.models.builders import local, relative_error, small_config, tokens_and_targets
 from tests.spiked_run import FAST, printed_by, small_corpus
 from tests.test_pretrain import SMALL, records
-from tests.training.harness import alone, launch, train_step, whole
+from tests.training.harness import alone
 
 
 class Outsider(Mixer):
@@ -102,36 +99,6 @@ def test_an_auxiliary_loss_adds_its_gradient_and_leaves_the_printed_loss(mesh: P
                 expected = expected + local(parameter).detach() / 4
                 assert relative_error(gradients[0][name], expected) > 0.1
             assert relative_error(gradients[1][name], expected) < 1e-6, name
-
-
-def test_counts_and_flops_are_those_of_its_row(mesh: ParallelMesh) -> None:
-    config = small_config(pattern="E")
-    model = build_model(config, mesh, torch.float32)
-    assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
-    head, linears = 2 * config.hidden_dim * config.vocab_size, 2 * 2 * config.hidden_dim * config.ffn_dim
-    assert forward_flops_per_token(config, 20) == head + linears // 2
-
-
-def _trained(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    """Weights and buffers before a step, its loss, and the weights after it."""
-    MIXERS["E"] = Outsider
-    mesh, step_state = layout.mesh(), StepState(seed=11)
-    model, _ = controlled_model(mesh, RECIPES["fp32"], step_state, replace(MODEL, pattern="E-"))
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
-    before = {name: whole(tensor).clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    done = train_step(model, optimizer, micro_batches(0, mesh), mesh, step_state, step=0)
-    return before, done.loss, {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_two_ranks_begin_and_train_like_one() -> None:
-    [(begun, loss, trained)] = launch(_trained, 1, ONE)
-    for before, of_two, after in launch(_trained, 2, LAYOUTS["dp2"]):
-        assert before.keys() == begun.keys() and all(torch.equal(before[name], begun[name]) for name in begun)
-        assert of_two == pytest.approx(loss, rel=1e-5)
-        assert all(relative_error(after[name], trained[name]) < 1e-5 for name in trained)
-    tables = begun["blocks.0.mixer.tables"]
-    assert tables.std().item() == pytest.approx(0.3, rel=0.1) and len(tables.unique()) == tables.numel()
 
 
 def test_a_run_trains_resumes_and_refuses_what_it_cannot(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

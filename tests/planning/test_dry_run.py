@@ -161,10 +161,12 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
 
 def test_a_native_backend_keeps_the_codes_of_both_directions():
     model = replace(MODEL, hidden_dim=256, ffn_dim=512, head_dim=32, mamba_head_dim=64, mamba_state_dim=32)
-    # (backend, recipe, bytes of a weight's element); test_ledger.py has all formats.
+    # (backend, recipe, bytes of a weight's element)
     rows = [
         ("transformer_engine", "nvfp4_4over6_1x16", 9 / 16),
         ("transformer_engine", "fp8_block", 1),
+        ("transformer_engine", "mxfp8", 33 / 32),
+        ("torch", "nvfp4_4over6_1x16", 9 / 16),
         ("torch", "mxfp8", 33 / 32),
     ]
     natives = []

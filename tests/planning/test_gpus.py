@@ -101,13 +101,6 @@ def test_the_planned_gpu_and_backend() -> None:
         as_planned(config, plans_of(config))
 
 
-def test_emulated_gemms_are_planned_with_the_time_of_bf16() -> None:
-    bf16, nvfp4 = (
-        seconds_of_a_token(GPUS["h200"], *llama(name, SMALL, 0), 0.5, native=False) for name in ("bf16", "nvfp4")
-    )
-    assert bf16 < nvfp4 < 1.1 * bf16
-
-
 def test_four_over_six_of_activations_costs_its_quantizer() -> None:
     def time(precision: str) -> float:
         config = composed("model=nemotron_h_8b", f"precision={precision}")

@@ -210,18 +210,10 @@ def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
 # The family: (exponent bits, mantissa bits, number of non-negative values). 8-bit formats have no value for the last
 # code, e5m2 none for the last exponent; scales use the sign's bit for nothing.
 FLOATS = {
-    "e2m1": (2, 1, 8),
-    "e1m2": (1, 2, 8),
-    "e3m2": (3, 2, 32),
-    "e2m3": (2, 3, 32),
-    "e1m6": (1, 6, 127),
-    "e2m5": (2, 5, 127),
-    "e3m4": (3, 4, 127),
-    "e4m3": (4, 3, 127),
-    "e5m2": (5, 2, 124),
-    "e6m1": (6, 1, 127),
+    "e2m1": (2, 1, 8), "e1m2": (1, 2, 8), "e3m2": (3, 2, 32), "e2m3": (2, 3, 32), "e1m6": (1, 6, 127),
+    "e2m5": (2, 5, 127), "e3m4": (3, 4, 127), "e4m3": (4, 3, 127), "e5m2": (5, 2, 124), "e6m1": (6, 1, 127),
     "e5m3": (5, 3, 255),
-}
+}  # fmt: skip
 
 
 def values_of(name: str) -> np.ndarray:

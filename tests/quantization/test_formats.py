@@ -25,7 +25,6 @@ from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import WHOLE, rounding_key
 from megatron_fp4.quantization.segments import Segments
-from megatron_fp4.quantization.tensor import swizzle_scales, unswizzle_scales
 from tests.quantization.partitions import CASES, check_parts
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
@@ -137,40 +136,3 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
             *(f"square_blocks.{name}_kernel" for name in ("maxima", "quantize", "unpack")),
         }
     assert {kernel.name for kernel in seen} == known.keys()
-
-
-def test_a_compiled_kernel_gets_constants_in_the_order_of_its_signature() -> None:
-    compiled = mock.MagicMock()
-
-    class Jitted:
-        @staticmethod
-        def fn(codes_ptr, scales_ptr, values_ptr, num_blocks, tiles, codes_stride, scales_stride, BLOCK, BLOCKS):
-            raise AssertionError("compiled, not called")
-
-        warmup = mock.Mock(return_value=compiled)
-
-    cuda._compiled.cache_clear()
-    x, kernel = torch.empty(1), Kernel("fp4.unpack_kernel", types=(torch.int32, torch.int16, torch.int32, *[1] * 4))
-    vars(kernel)["function"] = Jitted
-    with mock.patch.object(torch.cuda, "current_device", lambda: None):
-        for constants in ({"BLOCK": 16, "BLOCKS": 32}, {"BLOCKS": 32, "BLOCK": 16}):
-            cuda.launch(kernel, (3,), (x, x, x, 16, 1, 2, 3), constants)
-            compiled.__getitem__.assert_called_with((3, 1, 1))
-            compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 2, 3, 16, 32)
-        assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 1, 1, 16, 32)
-    cuda._compiled.cache_clear()
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (127, 3), (128, 4), (400, 17), (1040, 12)])
-def test_swizzled_scales_have_transformer_engines_layout_and_unswizzling_inverts_it(rows, columns):
-    """Transformer Engine writes swizzled scales with a layout of shape ((32, 4, row tiles), (4, column tiles)) and
-    stride ((16, 4, column tiles * 512), (1, 512)); the first mode of each varies fastest.
-    """
-    generator, row_tiles, column_tiles = torch.Generator().manual_seed(rows), -(-rows // 128), -(-columns // 4)
-    scales = torch.randint(1, 256, (rows, columns), generator=generator).to(torch.uint8)
-    swizzled = swizzle_scales(scales)
-    layout = swizzled.as_strided((row_tiles, 4, 32, column_tiles, 4), (column_tiles * 512, 4, 16, 512, 1))
-    assert torch.equal(layout.reshape(row_tiles * 128, column_tiles * 4)[:rows, :columns], scales)
-    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
-        back = unswizzle_scales(swizzle_scales(scales.view(dtype)), rows, columns)
-        assert back.dtype == dtype and torch.equal(back.view(torch.uint8), scales)

@@ -184,7 +184,7 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -
 
 def shard_by_fsdp(model: nn.Module, mesh: ParallelMesh, **settings: Any) -> None:
     """`apply_data_parallel` with FSDP2, also for one rank and without resharding."""
-    model._sharded_model = FsdpModel(model, mesh, **settings)  # type: ignore[assignment]
+    model._gathered_model = FsdpModel(model, mesh, **settings)  # type: ignore[assignment]
 
 
 def train_step(

@@ -2,22 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_fp4.planning.dry_run import AllocatingGPU
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.operands import LinearContext
-from megatron_fp4.quantization import cuda
 from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, pin_kernels, record_here
-from tests.distributed.hybrid import RECIPES
 from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
@@ -64,32 +57,6 @@ def test_a_second_run_in_a_process_tunes_as_the_first(tmp_path: Path) -> None:
     assert sizes(record_here()) == sizes(json.loads(written.read_text())) == expected
     call(1024)
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are not measured"
-
-
-def test_configurations_are_compiled_concurrently_before_they_are_timed(tmp_path: Path, monkeypatch) -> None:
-    """Triton's AsyncCompileMode does that. Late sizes and known choices are not compiled ahead."""
-    entered: list[int] = []
-
-    class Mode:
-        def __init__(self, executor: Any, *, ignore_errors: bool) -> None:
-            assert ignore_errors, "a configuration that cannot be compiled must not end the run"
-
-        def __enter__(self) -> None:
-            entered.append(sum(kernel.benchmarks for kernel in kernels.values()))
-
-        def __exit__(self, *error: object) -> None: ...
-
-    kernels, triton = install(fastest=128), ModuleType("triton")
-    triton.AsyncCompileMode = Mode  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    with alone():
-        pin_kernels(lambda: call(128), None, tmp_path)
-    call(256)
-    assert entered == [0, 3] and all(kernel.compiled == [64, 32, 128] for kernel in kernels.values())
-    assert all(kernel.launches == [128, 32] for kernel in kernels.values())
-    with alone():
-        pin_kernels(lambda: call(128), None, tmp_path)
-    assert len(entered) == 2
 
 
 def test_choices_of_the_checkpoint_come_before_the_machines_unless_the_gpu_differs(tmp_path: Path) -> None:
@@ -154,31 +121,6 @@ def test_another_machine_takes_compiled_kernels_from_the_run(tmp_path: Path, mon
     for full.writes in (True, True):  # the callback sets it twice
         full.add("A", {})
     assert caplog.text.count("compiled kernels are not kept") == 1
-
-
-class NotingGPU(autotuning._NotingGPU, AllocatingGPU):
-    """On a CPU, whose tensors are as on a GPU that computes nothing."""
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "quartet2"])
-def test_the_kernels_of_every_linear_are_compiled_before_the_first_step(name: str, monkeypatch) -> None:
-    """Their variants depend on the recipe alone, not on the linear's sizes."""
-    compiled, triton, other = list[Any](), ModuleType("triton"), NotingGPU()
-    triton.AsyncCompileMode = lambda *_, **__: nullcontext()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setattr(autotuning, "_NotingGPU", NotingGPU)
-    monkeypatch.setattr(cuda, "compiled_ahead", lambda *launch: compiled.append(launch))
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    linear = LinearContext(name="linear", recipe=RECIPES[name])
-    autotuning.compile_quantizers([linear, LinearContext(name="alike", recipe=RECIPES[name])], torch.device("cpu"))
-    with cuda.other_gpu(other):
-        x = torch.ones(128, 384, dtype=torch.bfloat16, requires_grad=True)
-        quantized_linear(x, torch.ones(640, 384, requires_grad=True), linear).sum().backward()
-
-    def variants(launches: Iterable[tuple[cuda.Kernel, tuple[Any, ...], dict[str, Any]]]) -> list[str]:
-        return sorted(f"{kernel.name} {arguments[0].dtype} {constants}" for kernel, arguments, constants in launches)
-
-    assert variants(compiled) == variants(other.launched.values()) != []
 
 
 def _ranks(

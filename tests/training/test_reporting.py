@@ -13,7 +13,7 @@ from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.training.callbacks import reporting
 from megatron_fp4.training.callbacks.profiling import Profile
-from megatron_fp4.training.callbacks.reporting import LiveReport, dtype_fact, peak_of
+from megatron_fp4.training.callbacks.reporting import LiveReport, peak_of
 from megatron_fp4.training.trainer import Step
 from tests.logging.test_page import write_run
 from tests.programs import wait_until
@@ -65,14 +65,6 @@ def test_steps_without_a_counted_target_are_told_once(tmp_path: Path, capsys: py
 )
 def test_peak_flops_by_the_name_of_the_gpu(name: str, peak: float | None) -> None:
     assert peak_of(name) == peak
-
-
-def test_fp32_is_recommended_on_cpus_that_are_slow_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    remedy = "precision.compute_dtype=float32 takes a tenth of the time"
-    for capability, slow in (("AVX2", True), ("AVX512", False)):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert (remedy in dtype_fact("bfloat16", "cpu")) is slow
-        assert dtype_fact("float32", "cpu") == "float32 on cpu" and dtype_fact("bfloat16", "cuda") == "bfloat16 on cuda"
 
 
 def profiled(folder, steps, window, rank=0):
