@@ -1,11 +1,13 @@
 """Data parallelism: ranks compute other micro-batches, and hold other rows of every parameter.
 
-Where parameters fit, a step gathers once and reduces once, and its micro-batches run as on one GPU, without hooks and
-messages:
+Where parameters fit, a step gathers once and reduces once, and its micro-batches run as on one GPU, without
+messages between them:
 
     before the first micro-batch   fill the buffers with the parameters of all ranks, as codes, BF16 or FP32
     micro-batches                  read the buffers, which keep their addresses, so that CUDA graphs can
     after the last one             add up the FP32 gradients over ranks, each rank those of its rows
+
+On a GPU messages run beside the computation, a bucket of parameters at a time (`ShardedModel`).
 
 Between steps the modules have the shards: FP32 masters, which the optimizer and checkpoints see, as DTensors placed as
 FSDP2 places them. While `gathered_parameters` is entered, the modules have parameters in the buffers. Mamba-2's A, D
@@ -27,8 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,8 +45,8 @@ from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.gathered_codes import GatheredModel, WeightCodes
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, axes_of
-from megatron_fp4.parallel.parameters import gathered_parameter
-from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
+from megatron_fp4.parallel.parameters import copy_axes, gathered_parameter
+from megatron_fp4.parallel.reproducible import GradientTree, tree_all_reduce, tree_reduce_scatter
 from megatron_fp4.precision.fp32_gradients import Rounding, gradient_of, local_part, set_rounding
 from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 
@@ -64,8 +66,9 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` over the data-parallel axis, in place. Gradients are summed over its ranks.
 
-    units: the blocks, in order of execution. ends: modules at the model's ends (embedding and head). FSDP2 gathers each
-    of these as a whole, ends until their backward pass, and other parameters (of the final norm) first.
+    units: the blocks, in order of execution; modules that `model` registers after them run after them. ends: modules at
+    the model's ends (embedding and head). FSDP2 gathers each of these as a whole, ends until their backward pass, and
+    other parameters (of the final norm) first.
     fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass; with one
     rank: keep no rounded copies between micro-batches.
@@ -116,16 +119,17 @@ def _assert_gathered(model: nn.Module, *_: Any) -> None:
 class ShardedParameter:
     """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
 
-    module, name: where it is. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of the
-    weight of a quantized linear. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
+    module, name: where it is. start: the number of the unit that uses it; -1: it may be used before all units; the
+    number of units: after them. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of
+    the weight of a quantized linear. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
     """
 
-    def __init__(self, module: nn.Module, name: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, name: str, start: int, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         parameter = module._parameters[name]
         assert parameter is not None
         if not parameter.dim():
             raise ValueError(f"the parameter {name} has no rows to shard; give it one dimension")
-        self.module, self.name, self.dtype = module, name, dtype
+        self.module, self.name, self.start, self.dtype = module, name, start, dtype
         local, self.shards = local_part(parameter), _shards_of(parameter, mesh)
         ranks, rank = self.shards.size(), self.shards.get_local_rank()
         self.size, self.num_rows, self.chunk = local.shape, len(local), -(-len(local) // ranks)
@@ -214,41 +218,22 @@ def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     if isinstance(parameter, DTensor):
         names, placements = (*names, *(parameter._spec.mesh.mesh_dim_names or ())), parameter.placements
         meta, parts = parameter._spec.tensor_meta, parameter._spec.num_shards_map[0]
-    if unknown := {axis for name in names for axis in mesh.axes_in(name)} - set(mesh.sizes):
-        raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
+    copy_axes(parameter, mesh)  # refuses axes that the mesh has not
     rows = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
     replicated = [Replicate()] * (len(names) - len(placements) - 1)
     return DTensorSpec(mesh.joined(*names), (*replicated, rows, *placements), tensor_meta=meta)
 
 
-@dataclass
-class Bucket:
-    """Parameters that share messages.
-
-    shards: the ranks that exchange them. start: the number of the first unit that uses one of them; -1: one is used
-    before all units; the number of units: all are used after them.
-    """
-
-    shards: DeviceMesh
-    start: int
-    parameters: list[ShardedParameter] = field(default_factory=list)
-    size: int = 0
-
-    def add(self, parameter: ShardedParameter, start: int) -> None:
-        self.parameters.append(parameter)
-        self.start, self.size = min(self.start, start), self.size + parameter.size.numel()
-
-
-def _fits(bucket: Bucket, parameter: ShardedParameter, start: int) -> bool:
-    return bucket.size + parameter.size.numel() <= _BUCKET_ELEMENTS
+def _fits(bucket: Sequence[ShardedParameter], parameter: ShardedParameter) -> bool:
+    return sum(one.size.numel() for one in (*bucket, parameter)) <= _BUCKET_ELEMENTS
 
 
 class ShardedModel(GatheredModel):
     """Gathers the parameters of a model, and reduces their gradients. The arguments are those of `apply_data_parallel`.
 
-    On a GPU a stream does both beside the computation, bucket by bucket. Before the forward pass reaches the first unit
-    of a bucket, the computation waits until the bucket is gathered; when the backward pass has left it, the gradients
-    are complete. CUDA graphs contain these waits and records of events as nodes, because the events are external.
+    Both by buckets of parameters, in the order of their `start`. On a GPU a stream does it beside the computation:
+    before the forward pass reaches the first unit of a bucket, it waits for the bucket's gather; when the backward pass
+    has left this unit, the bucket's gradients are complete. CUDA graphs wait for such events, and record them.
     """
 
     def __init__(
@@ -256,47 +241,40 @@ class ShardedModel(GatheredModel):
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.mesh, fp32 = mesh, {id(unit) for unit in fp32_units}
-        number_of = {id(module): number for number, unit in enumerate(units) for module in unit.modules()}
-        self.parameters: list[ShardedParameter] = []
-        self._buckets: list[Bucket] = []
-        filling: dict[DeviceMesh, Bucket] = {}
-        num_left = len(number_of)  # modules of units that are not passed yet
+        self.mesh, fp32, self.parameters = mesh, {id(unit) for unit in fp32_units}, list[ShardedParameter]()
+        unit_of = {id(module): number for number, unit in enumerate(units) for module in unit.modules()}
+        num_left = len(unit_of)  # modules of units that are not passed yet
         for module in model.modules():
-            start = number_of.get(id(module), -1 if num_left or not units else len(units))
-            num_left -= id(module) in number_of
+            start = unit_of.get(id(module), -1 if num_left or not units else len(units))
+            num_left -= id(module) in unit_of
             for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
-                one = ShardedParameter(module, name, mesh, torch.float32 if id(module) in fp32 else dtype)
-                self.parameters.append(one)
-                bucket = filling.get(one.shards)
-                if bucket is None or not _fits(bucket, one, start):
-                    bucket = filling[one.shards] = Bucket(one.shards, start)
-                    self._buckets.append(bucket)
-                bucket.add(one, start)
-        self._buckets.sort(key=lambda bucket: bucket.start)
+                values = torch.float32 if id(module) in fp32 else dtype
+                self.parameters.append(ShardedParameter(module, name, start, mesh, values))
+        self._buckets: list[list[ShardedParameter]] = []
+        filling: dict[DeviceMesh, list[ShardedParameter]] = {}
+        for parameter in sorted(self.parameters, key=lambda parameter: parameter.start):
+            bucket = filling.get(parameter.shards)
+            if bucket is None or not _fits(bucket, parameter):
+                bucket = filling[parameter.shards] = []
+                self._buckets.append(bucket)
+            bucket.append(parameter)
         self.codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
         if mesh.reproducible:
             self.tree = GradientTree([partial(_gathered_of, bucket) for bucket in self._buckets])
-        self._stream = torch.cuda.Stream(mesh.device, priority=-1) if mesh.device.type == "cuda" else None
-        starts = {bucket.start for bucket in self._buckets}
-        self._filled, self._complete = ({start: _external_event(mesh) for start in starts} for _ in range(2))
-        self._signalled: set[int] = set()  # starts at which the last forward pass has set a hook for the backward pass
         self._is_last, self._num_unreduced = False, len(self._buckets)
-        model.register_forward_pre_hook(lambda *_: self._begin())
-        for start in starts - {-1}:
-            if start < len(units):
-                units[start].register_forward_pre_hook(lambda _, inputs, at=start: self._reach(at, inputs[0]))
-            else:
-                units[-1].register_forward_hook(lambda _, inputs, output, at=start: self._reach(at, output))
-
-    def _begin(self) -> None:
-        if torch.is_grad_enabled():
-            self._signalled.clear()
+        self._stream = torch.cuda.Stream(mesh.device, priority=-1) if mesh.device.type == "cuda" else None
+        starts = {-1, *(bucket[0].start for bucket in self._buckets)}
+        self._filled, self._complete = ({start: _external_event(mesh) for start in starts} for _ in range(2))
+        self._signalled: set[int] = set()  # starts that the backward pass reports; kept for replays
+        model.register_forward_pre_hook(lambda *_: self._signalled.clear() if torch.is_grad_enabled() else None)
+        for start in starts - {-1, len(units)}:
+            units[start].register_forward_pre_hook(lambda _, inputs, at=start: self._reach(at, inputs[0]))
+        if units and len(units) in starts:
+            units[-1].register_forward_hook(lambda _, inputs, output: self._reach(len(units), output))
 
     def _reach(self, start: int, hidden: Tensor | tuple[Tensor, ...]) -> None:
         """The forward pass reaches unit `start` with this hidden state."""
-        if (event := self._filled[start]) is not None:
-            event.wait()
+        self._filled[start].wait()
         hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
         # A unit may run several times; its first run is the last one of the backward pass.
         if torch.is_grad_enabled() and hidden.requires_grad and start not in self._signalled:
@@ -305,8 +283,7 @@ class ShardedModel(GatheredModel):
 
     def _leave(self, start: int) -> None:
         """The backward pass has computed all gradients of the parameters from unit `start` on."""
-        if (event := self._complete[start]) is not None:
-            event.record()
+        self._complete[start].record()
         if self._is_last:
             self._reduce_from(start)
 
@@ -318,8 +295,7 @@ class ShardedModel(GatheredModel):
         ahead, self.ahead = self.ahead, None
         if self._follow_reasons() or ahead is None or ahead != weights_version:
             self.gather_ahead()
-        if (event := self._filled.get(-1)) is not None:
-            event.wait()
+        self._filled[-1].wait()
         for parameter in self.parameters:
             parameter.show(parameter.gathered)
 
@@ -331,22 +307,21 @@ class ShardedModel(GatheredModel):
     def gather_ahead(self) -> None:
         """Fill the buffers with the parameters of all ranks, without waiting for that. A collective. If weights do not
         change before the next step, its caller sets `ahead` to their version."""
-        with self._beside(None):
+        with self._beside():
             self._maxima.measure()
             for bucket in self._buckets:
-                group, ranks = bucket.shards.get_group(), bucket.shards.size()
-                messages = (part for parameter in bucket.parameters for part in parameter.message())
+                group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
+                messages = (part for parameter in bucket for part in parameter.message())
                 parts = [part.flatten().view(torch.uint8) for part in messages]
                 sizes, message = [len(part) for part in parts], torch.cat(parts)
                 received = start_all_gather(message, group, async_op=False).wait()
-                buffers = [buffer for one in bucket.parameters for buffer in one.buffers(ranks * one.chunk)]
+                buffers = [buffer for one in bucket for buffer in one.buffers(ranks * one.chunk)]
                 out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
                 torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
-                if (event := self._filled[bucket.start]) is not None:
-                    event.record()
+                self._filled[bucket[0].start].record()
 
     @contextmanager
-    def _beside(self, event: torch.cuda.Event | None) -> Iterator[None]:
+    def _beside(self, event: Any = None) -> Iterator[None]:
         """Inside, what is launched runs beside the computation, after `event` (None: after what is launched so far)."""
         if self._stream is None:
             yield
@@ -380,49 +355,48 @@ class ShardedModel(GatheredModel):
     @torch.no_grad()
     def _reduce_from(self, start: int) -> None:
         """Reduce the buckets of units from `start` on that are not reduced yet, from the last to the first."""
-        while self._num_unreduced and self._buckets[self._num_unreduced - 1].start >= start:
+        while self._num_unreduced and self._buckets[self._num_unreduced - 1][0].start >= start:
             self._num_unreduced -= 1
             self._reduce(self._num_unreduced)
 
     def _reduce(self, index: int) -> None:
-        bucket = self._buckets[index]
-        group, ranks = bucket.shards.get_group(), bucket.shards.size()
+        bucket, start = self._buckets[index], self._buckets[index][0].start
+        group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
         # Which have a gradient is the same on all ranks.
-        trained = [parameter for parameter in bucket.parameters if parameter.gathered.grad is not None]
+        trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
         if not trained:
             return
-        with self._beside(self._complete[bucket.start] if bucket.start in self._signalled else None):
-            sums = [] if self.tree is None else self.tree.finish_group(index)
+        with self._beside(self._complete[start] if start in self._signalled else None):
+            read = [] if self.tree is None else self.tree.finish_group(index)
             gradients = [local_part(parameter.gathered.grad) for parameter in trained]  # type: ignore[arg-type]
             sizes = [parameter.chunk * parameter.size[1:].numel() for parameter in trained]
             message = torch.empty(ranks, sum(sizes), device=self.mesh.device)
             torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=message)
-            for read in (*gradients, *sums):
-                if self._stream is not None:
-                    read.record_stream(self._stream)  # its memory is not reused before
-            del gradients, sums
+            for part in (*gradients, *read) if self._stream is not None else ():
+                part.record_stream(self._stream)  # type: ignore[arg-type]  # until then its memory is not reused
+            del gradients, read
             for parameter in trained:
                 parameter.gathered.grad = None
             if self.mesh.reproducible:
-                total = message.new_empty(sum(sizes))
-                TreeReduceScatter()(total, message.view(-1), group, None)
+                total = tree_reduce_scatter(message.view(-1), group)
             else:
                 total = start_reduce_scatter(message.view(-1), group, async_op=False).wait()
             if self.mesh.replica is not None:
-                if self.mesh.reproducible:
-                    tree_all_reduce(total, self.mesh.replica.group)
-                else:
-                    dist.all_reduce(total, group=self.mesh.replica.group)
+                all_reduce = tree_all_reduce if self.mesh.reproducible else dist.all_reduce
+                all_reduce(total, group=self.mesh.replica.group)
             for parameter, rows in zip(trained, total.split(sizes), strict=True):
                 parameter.add_gradient(rows)
 
 
-def _gathered_of(bucket: Bucket) -> list[nn.Parameter]:
-    return [parameter.gathered for parameter in bucket.parameters]
+def _gathered_of(bucket: Sequence[ShardedParameter]) -> list[nn.Parameter]:
+    return [parameter.gathered for parameter in bucket]
 
 
-def _external_event(mesh: ParallelMesh) -> torch.cuda.Event | None:
-    return torch.cuda.Event(external=True) if mesh.device.type == "cuda" else None
+def _external_event(mesh: ParallelMesh) -> Any:
+    """An event that a CUDA graph records or waits for as a node of its own. A CPU computes in order, and needs none."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.Event(external=True)
+    return SimpleNamespace(record=lambda: None, wait=lambda: None)
 
 
 def _set_rounding_at_first_forward(model: nn.Module, rounding: Rounding, fp32_units: list[nn.Module]) -> None:

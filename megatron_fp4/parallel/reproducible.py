@@ -46,8 +46,15 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
+def tree_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks m] of each rank, flat -> [m], the sum over ranks of this rank's slice."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return tree_sum(received.view(group.size(), -1))
+
+
 class TreeReduceScatter:
-    """Replaces a reduce-scatter, also FSDP2's (`set_custom_reduce_scatter`)."""
+    """Replaces FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -55,20 +62,13 @@ class TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write to output_tensor [m] the sum over ranks of this rank's row of their input_tensor [ranks, m] (flat)."""
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
+        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
 
 
 def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` [n] over the ranks of `group`, in place."""
-    ranks = group.size()
-    padded = pad(tensor, (0, -len(tensor) % ranks))
-    received = torch.empty_like(padded)
-    dist.all_to_all_single(received, padded, group=group)
-    sums = start_all_gather(tree_sum(received.view(ranks, -1)), group, async_op=False).wait()
-    tensor.copy_(sums[: len(tensor)])
+    part = tree_reduce_scatter(pad(tensor, (0, -len(tensor) % group.size())), group)
+    tensor.copy_(start_all_gather(part, group, async_op=False).wait()[: len(tensor)])
 
 
 class GradientTree:
