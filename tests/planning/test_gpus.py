@@ -64,7 +64,9 @@ def test_the_schema_lists_these_gpus() -> None:
     assert set(get_args(get_args(get_type_hints(ParallelConfig)["gpu"])[0])) == set(GPUS)
 
 
-def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = ["train.micro_batch_size=512", "train.global_batch_size=512", "train.sequence_length=8192", "run.dry=true"]
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
@@ -79,6 +81,11 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
     huge = ["model.vocab_size=1e8", "train.global_batch_size=1", "train.micro_batch_size=1", "run.dry=true"]
     assert pretrain.main([*huge, "parallel.gpu=h100"]) == 2
     assert "use more ranks, a GPU with more memory, or a smaller model" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    experts = ["model=nemotron_3_nano", "model.pattern=E", "model.moe_num_experts=2048", "precision=bf16"]
+    experts += ["precision.switch.when=never", "train.global_batch_size=32", "run.dry=true", "parallel.gpu=b200"]
+    assert pretrain.main(experts) == 2
+    assert "GiB, parallel.gpu=b200 has 177; set parallel.expert=8 (" in capsys.readouterr().err
 
 
 def test_the_planned_gpu_and_backend() -> None:

@@ -51,6 +51,7 @@ def test_messages_within_a_host_and_between_hosts():
 def test_work_beside_a_message_hides_a_share_of_it():
     others = replace(BESIDE_GEMMS, beside="others")
     assert [hidden_share(message) for message in (TOKENS, others, BESIDE_GEMMS, WEIGHTS)] == [0, 0.15, 0.95, 0.95]
+    assert hidden_share(replace(BESIDE_GEMMS, operation="all-to-all", group="ep")) == 0.3
     found = times({TOKENS: 1, BESIDE_GEMMS: 1, WEIGHTS: 2}, ends={WEIGHTS: 1})
     # Nothing runs beside the first all-gather of the step.
     assert found.exposed == pytest.approx(2 * 0.2 + 0.05 * 2 * 0.2 + 0.1 + 0.05 * 3 * 0.1, rel=1e-3)
