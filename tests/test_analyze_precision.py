@@ -149,8 +149,8 @@ def test_products_and_losses_are_judged() -> None:
     usual = [(4.002, 4.0), (4.003, 4.0), (4.002, 4.0), (4.001, 4.0)]
     assert judged(0.1, -0.01, *usual) == "HEALTHY"
     assert judged(0.1, -0.01, *usual, difference=0.03).startswith("WORSE THAN USUAL\n  fprop of a differs")
-    assert judged(0.3, -0.01, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
-    assert judged(0.1, -0.05, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
+    assert judged(0.4, -0.01, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
+    assert judged(0.1, -0.07, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
     assert judged(0.1, math.nan, *usual).startswith("WORSE THAN USUAL\n  fprop of a")
     assert judged(0.1, 0.0, *((4.1 + loss, 4.0) for loss in (0.0, 0.01, 0.02))).startswith(
         "WORSE THAN USUAL\n  the loss"
