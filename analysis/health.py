@@ -107,7 +107,9 @@ class Health:
     def verdict(self) -> str:
         """The verdict and its reasons."""
         if not self.worse and not self.unknown:
-            return f"HEALTHY: {counted(self.compared, 'product')} as specified, errors and loss as usual"
+            return (
+                f"HEALTHY: {counted(self.compared, 'product')} as specified on this machine, errors and loss as usual"
+            )
         reasons = list(dict.fromkeys(self.wrong + self.unusual if self.worse else self.unknown))
         more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
         return "\n  ".join(["WORSE THAN USUAL" if self.worse else "NOT ESTABLISHED", *reasons[:_SHOWN], *more])

@@ -135,7 +135,9 @@ def test_a_damaged_run_is_not_healthy(checkpoint: Path, capsys, monkeypatch: pyt
     monkeypatch.setattr(EmulatedBackend, "draws_ours", draws_ours)
     assert analyze(checkpoint, "--health") == (4 if named else 0)
     verdict, *reasons = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
-    assert verdict == ("WORSE THAN USUAL" if named else "HEALTHY: 12 products as specified, errors and loss as usual")
+    assert verdict == (
+        "WORSE THAN USUAL" if named else "HEALTHY: 12 products as specified on this machine, errors and loss as usual"
+    )
     assert {reason.split()[0] for reason in reasons} - {"and"} == named
 
 
