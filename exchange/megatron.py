@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, check_tensors, read_region
@@ -68,6 +68,7 @@ COMMON, FORMAT, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_ite
 TOKENIZER = "tokenizer"
 OBJECT = "__1_0.distcp"
 """The file with the content of all extra states, which are empty."""
+_MOST_OF_COMMON = 1 << 28  # bytes
 
 
 # Export
@@ -340,7 +341,7 @@ class MegatronFolder:
         if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
             raise ValueError(f"its {FORMAT} has the format {backend}; save it with --ckpt-format torch_dist")
         self._metadata: Metadata = read_metadata(files.read_plain(self.folder / METADATA), foreign=True)
-        self.arguments, self.iteration = _read_common(self.folder / COMMON)
+        self.arguments, self.iteration = _read_common(self.folder, self._metadata)
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: saved
             for name, saved in self._metadata.state_dict_metadata.items()
@@ -393,18 +394,27 @@ def _backend(path: Path) -> Any:
         return None
 
 
-def _read_common(path: Path) -> tuple[dict[str, Any], int]:
-    """The plain values of `args` in common.pt, and its `iteration`. Raises DamagedCheckpointError if it cannot be
-    read."""
-    if not path.exists():
+def _read_common(folder: Path, metadata: Metadata) -> tuple[dict[str, Any], int]:
+    """The plain values of `args` in common.pt, and its `iteration`; megatron-core 0.19 saves an object instead of the
+    file. Raises DamagedCheckpointError if it cannot be read."""
+    place = metadata.storage_data.get(MetadataIndex("common_state/shard_0_1"))
+    path = folder / COMMON
+    if place is not None and not path.exists():
+        path = folder / Path(place.relative_path).name
+        with files.open_plain(path) as file:
+            file.seek(place.offset)
+            content = file.read(min(place.length, _MOST_OF_COMMON))
+    elif path.exists():
+        content = files.read_plain(path)
+    else:
         return {}, 0
-    content = files.read_plain(path)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
             if entry.compress_type != zipfile.ZIP_STORED:  # it could become any size
                 raise ValueError(f"{entry.filename} is compressed, which torch does not do")
             common = read_pickle(archive.read(entry))
+        common = common[0] if isinstance(common, list) else common
         state, iteration = getattr(common.get("args"), "state", None), common.get("iteration")
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error

@@ -437,8 +437,8 @@ def metadata_of(
 def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     """The inverse of `metadata_of`; also reads what torch itself wrote.
 
-    foreign: another program wrote it, with objects other than tensors and its own classes, which are left out. Raises
-    DamagedCheckpointError if it does not describe tensors.
+    foreign: another program wrote it, with objects other than tensors, of which only the places are kept, and its own
+    classes, which are left out. Raises DamagedCheckpointError if it does not describe tensors.
     """
     collects = gc.isenabled()
     gc.disable()  # nothing here is garbage, and collections would take most of the time
@@ -484,11 +484,12 @@ def _metadata(read: Any, foreign: bool) -> Metadata:
         tensors[name] = _tensor(saved)
     for key, value in state["storage_data"].items():
         index, place = _made(key, MetadataIndex).state, _made(value, filesystem._StorageInfo).state
-        if foreign and index["fqn"] not in tensors:
+        is_object = foreign and index["fqn"] not in tensors
+        if is_object and index.get("offset") is not None:
             continue
         path = place["relative_path"]
         _expect(isinstance(path, str) and isinstance(index["fqn"], str) and not place.get("transform_descriptors"))
-        real = MetadataIndex(index["fqn"], _size(index["offset"]))
+        real = MetadataIndex(index["fqn"], None if is_object else _size(index["offset"]))
         places[real] = filesystem._StorageInfo(path, _count(place["offset"]), _count(place["length"]))
     paths = {}
     for name, path in (state.get("planner_data") or {}).items():

@@ -180,14 +180,17 @@ def theirs(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPath
         export_megatron(checkpoints[case], folder := tmp_path_factory.mktemp("theirs") / "out", dtype=torch.float32)
         return read_by_torch(folder / ITERATION)
 
-    def write(folder: Path, case: str, change: Change) -> Path:
+    def write(folder: Path, case: str, change: Change, common_is_file: bool = True) -> Path:
         tensors, arguments = {**exported(case)}, arguments_of(checkpoints[case].config.model, 64, bf16=False)
         change(tensors, arguments)
         optimizer = {f"optimizer.state.exp_avg.{key}": values for key, values in tensors.items()}
         state = {**tensors, **optimizer, "rng_state/shard_0.0_1.1": argparse.Namespace(seed=1)}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
         common = {"args": argparse.Namespace(**arguments), "iteration": 30} if arguments else {"iteration": 30}
-        torch.save(common, folder / "common.pt")
+        state |= {} if common_is_file else {"common_state/shard_0_1": [common]}
+        writer, planner = dcp.FileSystemWriter(folder), dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        if common_is_file:
+            torch.save(common, folder / "common.pt")
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
         return folder
 
@@ -213,7 +216,7 @@ def as_gpt_with_experts(tensors: dict[str, Tensor], arguments: dict[str, Any]) -
 
 
 def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
-    """Megatron numbers them with non_homogeneous_layers."""
+    """Megatron numbers them with non_homogeneous_layers. From 0.19 on it saves its arguments beside the tensors."""
     ours = checkpoints["transformer"].tensor
 
     def unstack(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
@@ -223,7 +226,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
             for layer, values in enumerate(tensors.pop(key)):
                 tensors[key.replace("layers.", f"layers.{layer}.")] = values
 
-    import_megatron(theirs(tmp_path / "theirs", "transformer", unstack), tmp_path / "back", CONFIGS)
+    import_megatron(theirs(tmp_path / "theirs", "transformer", unstack, False), tmp_path / "back", CONFIGS)
     back = open_checkpoint(tmp_path / "back", CONFIGS)
     assert all(torch.equal(back.tensor(name), ours(name)) for name in back.tensors)
 
