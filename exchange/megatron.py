@@ -270,7 +270,7 @@ def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[st
         settings["vocab_size"], settings["hidden_dim"] = opened.shape(EMBEDDING)
         for mixer, form in forms.items():
             settings |= form.sizes(shapes_in(f"{first[mixer]}{form.module}"), known)
-    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"the shapes of its tensors do not fit a model ({error})") from error
     return settings | {"pattern": "/".join((main, *sets))}, layers
 

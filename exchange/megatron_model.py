@@ -247,15 +247,10 @@ def settings_of(arguments: Mapping[str, Any], mixers: Iterable[type[Mixer]]) -> 
         "init_std": number("init_method_std"),
         "mtp_loss_scaling_factor": number("mtp_loss_scaling_factor"),
     }
-    defaults = ModelConfig()
     for form in (mixer.megatron for mixer in mixers if mixer.megatron is not None):
         for ours, (argument, if_none) in form.arguments.items():
-            if (value := arguments.get(argument)) is None and argument in arguments:
-                value = if_none
-            kind = type(getattr(defaults, ours))
-            if value is not None and type(value) not in (kind, int):
-                raise ValueError(f"Megatron's {argument}={value!r} is no {kind.__name__}; the checkpoint is damaged")
-            settings[ours] = value
+            if argument in arguments:
+                settings[ours] = if_none if arguments[argument] is None else arguments[argument]
     if "position_embedding_type" in arguments:
         settings["rope"] = arguments["position_embedding_type"] == "rope"
         settings["rope_base"] = number("rotary_base")

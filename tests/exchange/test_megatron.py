@@ -243,6 +243,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         (as_gpt_with_experts, "num_experts=4 can be imported from a MambaModel, not from a GPTModel"),
         (argument(swiglu=True), r"linear_fc1.weight is \[96, 64\], but \[192, 64\]"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is not a positive number"),
+        (argument(mamba_num_groups="2"), "the shapes of its tensors do not fit a model"),
         (add("decoder.layers.0.mixer.A_log", 0), "do not fit a model"),
         (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.mamba_num_groups=... model.num_q"),
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
