@@ -16,20 +16,11 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import HuggingFaceTokenizer, TextTokenizer
+from exchange import nvfp4
 from exchange.architectures import SMALLEST_STEP, sections_of, to_hf
 from exchange.checkpoint import Checkpoint
 from exchange.hf_export import CONFIG, QUANTIZATION
 from exchange.hf_import import Folder
-from exchange.nvfp4 import (
-    MODELOPT,
-    Layout,
-    TrainedPlan,
-    decoded,
-    excluded_modules,
-    hf_quant_config,
-    multiplied_weight,
-    quantization_config,
-)
 from exchange.tokenizer import check_exported_tokenizer
 from megatron_fp4.checkpoint.files import read_plain
 from megatron_fp4.precision.plan import PlannedLinear
@@ -51,7 +42,7 @@ class FolderCheck:
     """
 
     def __init__(
-        self, folder: Folder, checkpoint: Checkpoint, trained: TrainedPlan | None, tokenizer: TextTokenizer | None
+        self, folder: Folder, checkpoint: Checkpoint, trained: nvfp4.TrainedPlan | None, tokenizer: TextTokenizer | None
     ) -> None:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
         self.sections = sections_of(checkpoint.config.model)
@@ -103,7 +94,7 @@ class FolderCheck:
                 problems.append(difference(f"elements of {part.name}", written, expected))
         return Finding("tensors in plain types", f"{count}", [*filter(None, problems)])
 
-    def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
+    def _codes(self, layout: nvfp4.Layout, compute_dtype: torch.dtype) -> Finding:
         """NVFP4 weights are equal once decoded, and modules that engines fuse have the same tensor scale."""
         problems, modules = list[str](), 0
         for name, row in self.rows.items():
@@ -117,7 +108,7 @@ class FolderCheck:
                     continue  # `_presence` reports it
                 codes, block, tensor = map(self.folder.tensor, stored)
                 try:
-                    values_in_folder = decoded(codes, block) + 0.0  # the sign of a zero has no effect
+                    values_in_folder = nvfp4.decoded(codes, block) + 0.0  # the sign of a zero has no effect
                 except ValueError as error:
                     problems.append(f"{part.module}: {error}")
                     continue
@@ -128,17 +119,17 @@ class FolderCheck:
         return Finding("NVFP4 weights, decoded", extent, [*filter(None, problems)])
 
     def _multiplied(
-        self, master: Tensor, row: PlannedLinear, layout: Layout, compute_dtype: torch.dtype
+        self, master: Tensor, row: PlannedLinear, layout: nvfp4.Layout, compute_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """`multiplied_weight`, with the tensor scale as the layout stores it."""
-        values, scale = multiplied_weight(master, row, compute_dtype)
+        values, scale = nvfp4.multiplied_weight(master, row, compute_dtype)
         if layout.inverse:  # the inverse of the GEMM's scale, rounded separately
             amax = master.to(compute_dtype).abs().amax().to(torch.float32)
             largest = 6.0 * (256.0 if row.recipe.fprop.right.four_over_six else 448.0)
             scale = torch.tensor([largest]) / amax if amax > 0 else torch.ones(1)
         return values, scale
 
-    def _input_scales(self, layout: Layout) -> Finding:
+    def _input_scales(self, layout: nvfp4.Layout) -> Finding:
         """Scales of inputs are positive numbers, equal for modules that engines fuse (q, k and v)."""
         problems = list[str]()
         for name in self.rows:
@@ -149,10 +140,10 @@ class FolderCheck:
                 problems.append(f"{' and '.join(scales)} are not equal")
         return Finding("scales of inputs", f"{len(self.rows)} linears", problems)
 
-    def _exclusions(self, layout: Layout) -> Finding:
+    def _exclusions(self, layout: nvfp4.Layout) -> Finding:
         """The configuration excludes exactly the modules without codes, with the names that an export uses."""
         quantized = {name.removesuffix(".weight") for name in self.rows}
-        expected = quantization_config(layout, excluded_modules(self.sections, quantized), self.calibrated)
+        expected = nvfp4.quantization_config(layout, nvfp4.excluded_modules(self.sections, quantized), self.calibrated)
         written = self.folder.config.get("quantization_config") or {}
         ignored = written.get("ignore")
         listed, wanted = {*map(str, ignored if isinstance(ignored, list) else ())}, {*expected["ignore"]}
@@ -160,12 +151,12 @@ class FolderCheck:
         problems += [f"{name} is excluded, though no such module is in BF16" for name in sorted(listed - wanted)]
         same = {key: value for key, value in expected.items() if key not in ("ignore", "producer")}
         problems += _other_keys("quantization_config.", written, same)
-        if layout is MODELOPT:
+        if layout is nvfp4.MODELOPT:
             try:
                 beside = json.loads(read_plain(self.folder.path / QUANTIZATION))["quantization"]
             except (OSError, ValueError, KeyError, TypeError):
                 beside = None
-            if beside != hf_quant_config(expected)["quantization"]:
+            if beside != nvfp4.hf_quant_config(expected)["quantization"]:
                 problems.append(f"{QUANTIZATION} is missing, or does not match what is quantized here")
         return Finding("what is quantized", f"{len(expected['ignore'])} modules excluded", problems)
 

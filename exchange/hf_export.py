@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import TextTokenizer
+from exchange import nvfp4 as nvfp4_weights
 from exchange.architectures import architecture_of, sections_of, to_hf
 from exchange.checkpoint import Checkpoint, check_tensors
-from exchange.nvfp4 import (
-    MODELOPT,
-    Layout,
-    TrainedPlan,
-    excluded_modules,
-    hf_quant_config,
-    quantization_config,
-    reordered,
-    trained_weight,
-)
 from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
@@ -47,8 +38,8 @@ Progress = Callable[[int, int], None]
 class NVFP4Weights(NamedTuple):
     """NVFP4 weights. trained: their plan. largest_inputs: of each linear, FP32 0-dim; None: BF16 activations."""
 
-    layout: Layout
-    trained: TrainedPlan
+    layout: nvfp4_weights.Layout
+    trained: nvfp4_weights.TrainedPlan
     largest_inputs: Mapping[str, Tensor] | None
 
 
@@ -81,11 +72,11 @@ def export_hf(
     if not described["use_cache"]:  # `generate` reads it from here, not from config.json
         generation["use_cache"] = False
     if nvfp4 is not None:
-        excluded = excluded_modules(sections, nvfp4.trained.nvfp4_linears())
+        excluded = nvfp4_weights.excluded_modules(sections, nvfp4.trained.nvfp4_linears())
         calibrated = nvfp4.largest_inputs is not None
-        described["quantization_config"] = quantization_config(nvfp4.layout, excluded, calibrated)
-        if nvfp4.layout is MODELOPT:
-            content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
+        described["quantization_config"] = nvfp4_weights.quantization_config(nvfp4.layout, excluded, calibrated)
+        if nvfp4.layout is nvfp4_weights.MODELOPT:
+            content[QUANTIZATION] = _json(nvfp4_weights.hf_quant_config(described["quantization_config"])).encode()
     content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
     with well_formed(checkpoint.folder / TRAINER):
         content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
@@ -109,8 +100,8 @@ def _encoded(
             largest = None if inputs is None else inputs[row.linear.name]
             for part in parts:
                 if part is parts[0] or part.expert is not None:
-                    made = trained_weight(part.matrix(ours), row, nvfp4.trained.compute_dtype)
-                codes = made if part.rows is None else reordered(made, part.rows)
+                    made = nvfp4_weights.trained_weight(part.matrix(ours), row, nvfp4.trained.compute_dtype)
+                codes = made if part.rows is None else nvfp4_weights.reordered(made, part.rows)
                 yield from nvfp4.layout.tensors(part.module, codes, largest).items()
         else:
             for part in parts:
@@ -234,7 +225,7 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
     lines.append("\n## Use\n")
     if nvfp4 is not None:
         lines.append("```\nvllm serve .\n```")
-    if nvfp4 is None or nvfp4.layout is not MODELOPT:
+    if nvfp4 is None or nvfp4.layout is not nvfp4_weights.MODELOPT:
         lines.append(_IN_TRANSFORMERS)
     return "\n".join(lines) + "\n"
 

@@ -34,22 +34,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from data.tokenizer import TextTokenizer
+from exchange import megatron_model
 from exchange.checkpoint import Checkpoint, check_tensors, read_region
 from exchange.hf_export import Progress, sequence_length
-from exchange.megatron_model import (
-    EMBEDDING,
-    GPT_NORM,
-    HEAD,
-    Layers,
-    Parameter,
-    arguments_of,
-    as_shell,
-    extra_states,
-    gpt_layer,
-    is_gpt,
-    parameters,
-    settings_of,
-)
 from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer, kept_tokenizer
 from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
@@ -91,8 +78,8 @@ def export_megatron(
     """
     config = checkpoint.config.model
     length = sequence_length(checkpoint)
-    arguments = arguments_of(config, length, dtype == torch.bfloat16)
-    expected = {each.name: shape_of(each.sections) for each in parameters(config)}
+    arguments = megatron_model.arguments_of(config, length, dtype == torch.bfloat16)
+    expected = {each.name: shape_of(each.sections) for each in megatron_model.parameters(config)}
     check_tensors(checkpoint.tensors, expected, checkpoint.folder)
     files_of_tokenizer = exported_tokenizer(checkpoint, tokenizer, length)
     common = {
@@ -117,14 +104,14 @@ def export_megatron(
         f"{iteration}/{COMMON}": _saved(common),
         f"{iteration}/{FORMAT}": json.dumps(described),
         TRACKER: str(checkpoint.step),
-        "megatron_args.sh": as_shell(arguments),
+        "megatron_args.sh": megatron_model.as_shell(arguments),
         "README.md": _readme(checkpoint, output.name, dtype, tokenizer is not None),
         **{f"{TOKENIZER}/{name}": text for name, text in files_of_tokenizer.items()},
     }
     with new_folder(output, checkpoint.folder) as staging:
         (staging / iteration).mkdir()
         size = files.write_file(staging / iteration / OBJECT, _saved([torch.empty(0, dtype=torch.uint8)])).size
-        objects = dict.fromkeys(extra_states(config), (OBJECT, 0, size))
+        objects = dict.fromkeys(megatron_model.extra_states(config), (OBJECT, 0, size))
         write_pieces(staging / iteration, _pieces(checkpoint, dtype, progress), objects)
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
@@ -143,7 +130,7 @@ def _pieces(
 ) -> Iterator[tuple[TensorInfo, Tensor, Sequence[int]]]:
     """(complete tensor, values, offsets of the values in it) for every tensor of an iteration, layer by layer."""
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    for parameter in parameters(checkpoint.config.model):
+    for parameter in megatron_model.parameters(checkpoint.config.model):
         values = checkpoint.tensor(parameter.name)
         for section in parameter.sections:
             piece = section.published(values).to(torch.float32 if section.fp32 else dtype)
@@ -156,7 +143,7 @@ def _pieces(
 
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:
     """The command that starts Megatron-LM from `output`."""
-    script = "pretrain_gpt.py" if is_gpt(checkpoint.config.model) else "pretrain_mamba.py"
+    script = "pretrain_gpt.py" if megatron_model.is_gpt(checkpoint.config.model) else "pretrain_mamba.py"
     flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{TOKENIZER}" if tokenizer else ""
     return (
         f"source {output}/megatron_args.sh\n"
@@ -210,12 +197,12 @@ def import_megatron(
         settings = {"name": origin.name, **told, **given}
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
-        expected = list(parameters(config.model, layers))
+        expected = list(megatron_model.parameters(config.model, layers))
     except ValueError as error:  # ConfigError, or pydantic's error, which has several lines
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from error
     stored = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
     shapes = {key: opened.shape(key) for key in opened.tensors}
-    for key in (EMBEDDING, HEAD):  # Megatron may have padded the vocabulary
+    for key in (megatron_model.EMBEDDING, megatron_model.HEAD):  # Megatron may have padded the vocabulary
         shapes[key] = min(shapes[key], (stored[key][0], *shapes[key][1:]))
     check_tensors(shapes, stored, folder)
     if tokenizer is None:  # `export_megatron` writes one beside the iteration
@@ -241,20 +228,20 @@ def import_megatron(
     return settings
 
 
-def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
+def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[str, Any], megatron_model.Layers]:
     """The model's settings, from shapes, arguments and `given`, and how its layers are stored. Raises ValueError if a
     setting is in none of them."""
     main, sets, first, layers = _blocks(opened)
-    known = {**settings_of(opened.arguments, first), **given}
+    known = {**megatron_model.settings_of(opened.arguments, first), **given}
     forms = {mixer: mixer.megatron for mixer in first if mixer.megatron is not None}
     wanted = ["norm_eps", *(key for form in forms.values() for key in form.told)]
     wanted += ["rope_base"] * bool("rope" in wanted and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
         raise ValueError(f"neither shapes nor arguments ({COMMON}) tell all settings; add {listing}")
-    if HEAD not in opened.tensors:
+    if megatron_model.HEAD not in opened.tensors:
         raise ValueError(
-            f"there is no {HEAD}, which models here have; train with --untie-embeddings-and-output-weights"
+            f"there is no {megatron_model.HEAD}, as models here have; train with --untie-embeddings-and-output-weights"
         )
 
     def shapes_in(module: str) -> Callable[[str], tuple[int, ...]]:
@@ -267,7 +254,7 @@ def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[st
     if len(sets) == 1 and type(depths) is int and depths > 1:
         sets, settings["mtp_use_repeated_layer"] = sets * depths, True
     try:
-        settings["vocab_size"], settings["hidden_dim"] = opened.shape(EMBEDDING)
+        settings["vocab_size"], settings["hidden_dim"] = opened.shape(megatron_model.EMBEDDING)
         for mixer, form in forms.items():
             settings |= form.sizes(shapes_in(f"{first[mixer]}{form.module}"), known)
     except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
@@ -275,10 +262,10 @@ def _settings(opened: MegatronFolder, given: Mapping[str, Any]) -> tuple[dict[st
     return settings | {"pattern": "/".join((main, *sets))}, layers
 
 
-def _blocks(opened: MegatronFolder) -> tuple[str, list[str], dict[type[Mixer], str], Layers]:
+def _blocks(opened: MegatronFolder) -> tuple[str, list[str], dict[type[Mixer], str], megatron_model.Layers]:
     """The pattern of the model, and of each set of weights of multi-token prediction, from the keys of their layers;
     for each kind of block the prefix of the first layer with one; how the layers are stored."""
-    layer = gpt_layer(_is_gated(opened))
+    layer = megatron_model.gpt_layer(_is_gated(opened))
     mixers = {mixer.megatron.norm_key: mixer for mixer in (*MIXERS.values(), *layer) if mixer.megatron is not None}
     modules = dict.fromkeys(key.partition(".")[0] for key in mixers)
     stacks: dict[str, dict[int, set[str]]] = {}
@@ -287,7 +274,7 @@ def _blocks(opened: MegatronFolder) -> tuple[str, list[str], dict[type[Mixer], s
             stacks.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
     numbered = stacks.pop("decoder.", {})
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
-    if GPT_NORM in opened.tensors and (stacked or numbered):
+    if megatron_model.GPT_NORM in opened.tensors and (stacked or numbered):
         for argument in ("num_experts", "mtp_num_layers"):
             if value := opened.arguments.get(argument):
                 raise ValueError(
@@ -321,10 +308,14 @@ def _is_gated(opened: MegatronFolder) -> bool:
     return False
 
 
-def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
+def _load(opened: MegatronFolder, parameter: megatron_model.Parameter) -> Tensor:
     layer = None if parameter.layer is None else parameter.layer[0]
     # Megatron may have padded the vocabulary.
-    rows = shape_of(parameter.sections)[0] if parameter.sections[0].name in (EMBEDDING, HEAD) else None
+    rows = (
+        shape_of(parameter.sections)[0]
+        if parameter.sections[0].name in (megatron_model.EMBEDDING, megatron_model.HEAD)
+        else None
+    )
     tensors = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
     return from_published(parameter.sections, tensors)
 

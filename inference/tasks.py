@@ -25,16 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.builtin import (
-    CODE,
-    HELD_OUT_FRACTION,
-    PROSE,
-    Document,
-    check_enough,
-    collect_documents,
-    split_documents,
-    standard_library,
-)
+from data import builtin
 from inference.models import MISSING, in_one_line
 
 SHIPPED = Path(__file__).resolve().parent / "task_files"
@@ -134,20 +125,20 @@ def load_dataset(kind: str, source: str, **_: Any) -> dict[str, Any]:
 
 @functools.cache
 def _items() -> dict[str, list[dict[str, Any]]]:
-    library = standard_library()
-    documents = collect_documents(library)
-    check_enough(documents, library)
+    library = builtin.standard_library()
+    documents = builtin.collect_documents(library)
+    builtin.check_enough(documents, library)
     return make_items(documents)
 
 
-def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]:
+def make_items(documents: Sequence[builtin.Document]) -> dict[str, list[dict[str, Any]]]:
     """The items of `cloze_code`, `bytes_code` and so on, from held-out documents: at most CLOZE_ITEMS and BYTES_ITEMS.
 
     cloze: origin, context, choices, answer (the index of the right choice). bytes: origin, text.
     """
-    _, held_out = split_documents(documents, HELD_OUT_FRACTION)
+    _, held_out = builtin.split_documents(documents, builtin.HELD_OUT_FRACTION)
     items: dict[str, list[dict[str, Any]]] = {}
-    for source in (CODE, PROSE):
+    for source in (builtin.CODE, builtin.PROSE):
         chosen = [document for document in held_out if document.source == source]
         items[f"{CLOZE}_{source}"] = _cloze(chosen)
         passages = [
@@ -158,7 +149,7 @@ def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]
     return items
 
 
-def _passages(document: Document) -> Iterator[str]:
+def _passages(document: builtin.Document) -> Iterator[str]:
     """The document's text in passages of complete lines; a longer line is one passage."""
     piece = ""
     for line in document.text.splitlines(keepends=True):
@@ -170,7 +161,7 @@ def _passages(document: Document) -> Iterator[str]:
         yield piece
 
 
-def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
+def _cloze(documents: Sequence[builtin.Document]) -> list[dict[str, Any]]:
     lines = []  # name, origin, context, last word
     for document in documents:
         before = ""

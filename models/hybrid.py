@@ -39,14 +39,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.parallel import layers
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
-from megatron_fp4.parallel.layers import (
-    OutputHead,
-    QuantizedLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    enter_tensor_parallel,
-)
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution, contexts_of_decisions, recompute_saved
 from models.initialization import Rule
@@ -107,7 +101,7 @@ def _through(
     return h_td, auxiliary_losses
 
 
-class _PairProjection(RowParallelLinear):
+class _PairProjection(layers.RowParallelLinear):
     """The projection of embedding and hidden state, 2 hidden -> hidden."""
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
@@ -119,7 +113,7 @@ class _PairProjection(RowParallelLinear):
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), 2 hidden] -> [tokens (local), hidden]; ranks have all features."""
-        x_td, size = enter_tensor_parallel(x_td, self.mesh), self.in_features // self.mesh.tensor.size
+        x_td, size = layers.enter_tensor_parallel(x_td, self.mesh), self.in_features // self.mesh.tensor.size
         return super().forward(x_td.narrow(1, self.mesh.tensor.rank * size, size).contiguous())
 
 
@@ -196,10 +190,10 @@ class HybridModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.execution = config, mesh, execution
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_dim, mesh, compute_dtype)
+        self.embedding = layers.VocabParallelEmbedding(config.vocab_size, config.hidden_dim, mesh, compute_dtype)
         self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.main_pattern)
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
-        self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
+        self.head = layers.OutputHead(config.hidden_dim, config.vocab_size, mesh)
         self.mtp = nn.ModuleList(MTP(pattern, config, mesh, execution) for pattern in config.mtp_sets)
         if execution.recompute == "selective":
             for _, linear in self.linears():
@@ -307,9 +301,9 @@ class HybridModel(nn.Module):
         cache.lengths = lengths
         return logits
 
-    def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
+    def linears(self) -> Iterator[tuple[str, layers.QuantizedLinear]]:
         """Name and module of every linear in a precision plan, in order of execution."""
-        return ((name, module) for name, module in self.named_modules() if isinstance(module, QuantizedLinear))
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, layers.QuantizedLinear))
 
     def mixers(self) -> list[Mixer]:
         """Of the blocks that generation uses, in order."""

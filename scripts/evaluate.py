@@ -35,15 +35,7 @@ from typing import Any
 import torch
 
 from exchange.checkpoint import open_checkpoint
-from inference.agreement import (
-    TOLERANCE,
-    Losses,
-    agreement_table,
-    folder_losses,
-    framework_losses,
-    open_windows,
-    recorded_losses,
-)
+from inference import agreement
 from inference.models import DTYPES, Model, as_folder, device_named, in_one_line, models_of, open_folder, tokenizers_of
 from inference.tasks import load_tasks, prepare_environment
 from megatron_fp4.config.compose import config_from_saved
@@ -157,12 +149,12 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     if wrong := [text for text in options.set if not text.startswith("data.")]:
         raise ValueError(f"--set {wrong[0]} is not about data; it takes data.KEY=VALUE")
     saved, trusted = checkpoint.trainer["config"], options.trust_config
-    windows = open_windows(config_from_saved(saved, options.set, CONFIGS, trusted=trusted))
-    nats: dict[str, Losses] = {}
-    if not options.set and (recorded := recorded_losses(checkpoint)):
+    windows = agreement.open_windows(config_from_saved(saved, options.set, CONFIGS, trusted=trusted))
+    nats: dict[str, agreement.Losses] = {}
+    if not options.set and (recorded := agreement.recorded_losses(checkpoint)):
         nats["recorded by the run"] = recorded
     reference = "framework, FP32"
-    nats[reference] = framework_losses(checkpoint, windows, device)
+    nats[reference] = agreement.framework_losses(checkpoint, windows, device)
     _free()
     apart: dict[str, float] = {}  # the largest difference of each folder in FP32; these must agree
     for model in models:
@@ -170,7 +162,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
             opened = open_folder(folder, device, "float32", with_tokenizer=False)
             exact = opened.stored == "float32"
             title = f"transformers, FP32: {model.name}{'' if exact else f' (stored in {opened.stored})'}"
-            nats[title] = folder_losses(opened, windows)
+            nats[title] = agreement.folder_losses(opened, windows)
             if exact:
                 distances = [nats[title][name] - loss for name, loss in nats[reference].items()]
                 apart[title] = torch.tensor(distances, dtype=torch.float64).abs().max().item()  # NaN if one is
@@ -178,13 +170,13 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
         _free()
     targets = sum(of_set.targets for of_set in windows.statistics.values())
     print(f"step {checkpoint.step} of {checkpoint.folder}: {targets:,} targets")
-    print(f"\n{agreement_table(windows, nats, reference)}")
-    agrees = all(distance <= TOLERANCE for distance in apart.values())
+    print(f"\n{agreement.agreement_table(windows, nats, reference)}")
+    agrees = all(distance <= agreement.TOLERANCE for distance in apart.values())
     for title, distance in apart.items():
-        if not distance <= TOLERANCE:
-            print(f"\nDIFFERS: {title} is {distance:.1e} nats from the framework, not {TOLERANCE}")
+        if not distance <= agreement.TOLERANCE:
+            print(f"\nDIFFERS: {title} is {distance:.1e} nats from the framework, not {agreement.TOLERANCE}")
     if agrees and apart:
-        print(f"\nframework and transformers agree to {TOLERANCE:.0e} nats")
+        print(f"\nframework and transformers agree to {agreement.TOLERANCE:.0e} nats")
     content = {
         "command": ["evaluate.py", *arguments],
         "step": checkpoint.step,

@@ -33,18 +33,7 @@ import torch
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import (
-    NotFiniteError,
-    Request,
-    Sampling,
-    Settings,
-    TextStream,
-    generate,
-    lower_weights,
-    prompt_tokens,
-    stream,
-    weights_as_trained,
-)
+from inference import generation
 from inference.models import device_named
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.errors import run_command
@@ -57,7 +46,7 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    refusals = (ValueError, OSError, NotFiniteError, torch.OutOfMemoryError)
+    refusals = (ValueError, OSError, generation.NotFiniteError, torch.OutOfMemoryError)
     try:
         return run_command("generate.py", lambda: run(options), refusals=refusals)
     except RuntimeError as error:
@@ -93,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("samples", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} is less than 1")
-    sampling = Sampling(options.temperature, options.top_p, options.seed)
+    sampling = generation.Sampling(options.temperature, options.top_p, options.seed)
     if options.temperature == 0 and options.samples > 1:
         raise ValueError(f"--samples {options.samples} with --temperature 0 would all be equal; leave one of them out")
     given = given_prompts(options)
@@ -102,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     if tokenizer is None:
         problem = f"the run of {checkpoint.folder} has no tokenizer"
         raise ValueError(f"{problem}; give the one that made its data as --tokenizer PATH")
-    settings = Settings(options.max_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
-    prompts = [prompt_tokens(tokenizer, prompt) for prompt in given]
+    settings = generation.Settings(options.max_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
+    prompts = [generation.prompt_tokens(tokenizer, prompt) for prompt in given]
     checkpoint.verify()
     model, weights = load(checkpoint, options)
     where = f"{str(model.embedding.dtype).removeprefix('torch.')} on {model.mesh.device.type}"
@@ -112,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     if longest > trained_on:
         say(f"texts of up to {longest} tokens, but the model was trained on sequences of {trained_on}")
     began = time.monotonic()
-    requests = [Request(prompt, sample) for prompt in prompts for sample in range(options.samples)]
+    requests = [generation.Request(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     if len(requests) == 1:
         count = follow(model, tokenizer, settings, requests[0])
     else:
@@ -148,7 +137,7 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
         switched_at = (checkpoint.trainer.get("switch") or {}).get("switched_at")
         plan = plan_in_effect(plans_of(config, models), switched_at)
         trained_in = getattr(torch, config.precision.compute_dtype)
-        count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
+        count = generation.weights_as_trained(model, plan, trained_in, config.parallel.tensor)
         if not count or checkpoint.weights_only:
             when = "of its training" if switched_at is None else "since the precision switch"
             raise ValueError(
@@ -156,15 +145,17 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
                 f"pass {when}; use --weights master"
             )
         weights = f"weights of {count} of {len(plan.rows)} linears as trained"
-    lower_weights(model, model.embedding.dtype)
+    generation.lower_weights(model, model.embedding.dtype)
     return model, weights
 
 
-def follow(model: HybridModel, tokenizer: TextTokenizer, settings: Settings, request: Request) -> int:
+def follow(
+    model: HybridModel, tokenizer: TextTokenizer, settings: generation.Settings, request: generation.Request
+) -> int:
     """Print a prompt and its continuation while it is generated; returns the number of new tokens."""
-    count, text = 0, TextStream(tokenizer, request.tokens)
+    count, text = 0, generation.TextStream(tokenizer, request.tokens)
     write(tokenizer.decode(request.tokens))
-    for (token,) in stream(model, [request], settings):
+    for (token,) in generation.stream(model, [request], settings):
         if token is not None:
             write(text.add(token))
             count += 1
@@ -175,15 +166,15 @@ def follow(model: HybridModel, tokenizer: TextTokenizer, settings: Settings, req
 def write_all(
     model: HybridModel,
     tokenizer: TextTokenizer,
-    settings: Settings,
-    requests: list[Request],
+    settings: generation.Settings,
+    requests: list[generation.Request],
     options: argparse.Namespace,
 ) -> int:
     """Print every text under a header; returns the number of new tokens."""
     count = 0
     for first in range(0, len(requests), options.batch):
         part = requests[first : first + options.batch]
-        found = generate(model, part, settings)
+        found = generation.generate(model, part, settings)
         for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
             sample = f", sample {request.sample + 1}" if options.samples > 1 else ""
             text = tokenizer.decode([*request.tokens, *new.tokens])

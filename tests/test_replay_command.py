@@ -39,7 +39,7 @@ def test_replayed_steps_equal_the_recorded_ones_and_nothing_is_written(run_dir: 
         ([str(run_dir), "--step", "2"], [1, 2]),  # from the initial weights
     ):
         # As if the run had CUDA graphs, which a replay must not use.
-        with mock.patch.object(trainer, "graphs_for", return_value=object()) as opened:
+        with mock.patch.object(trainer.build, "graphs_for", return_value=object()) as opened:
             assert replay.main([*arguments, "--trust-config"]) == 0 and opened.called
         lines = capsys.readouterr().out.splitlines()
         table = [line.split() for line in lines if line.endswith("equal")]

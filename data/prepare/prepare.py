@@ -40,19 +40,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.indexed import document_tokens_text, dtype_for_vocabulary, write_index
+from data.prepare import tokenize
 from data.prepare.readers import NOT_JSON, Part, Task
-from data.prepare.tokenize import (
-    REPORTED_RECORDS,
-    SPLITS,
-    UNENCODABLE,
-    Encoded,
-    Options,
-    SplitCount,
-    encode,
-    encode_in_processes,
-    is_held_out,
-    pieces_of,
-)
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 # More text hardly changes a byte-level BPE of 128k entries, and this much still fits into memory as word counts.
@@ -85,7 +74,9 @@ class State:
     stamps: list[list[Any]] = field(default_factory=list)
     part: int = 0
     tasks: int = 0
-    counts: dict[str, SplitCount] = field(default_factory=lambda: {split: SplitCount() for split in SPLITS})
+    counts: dict[str, tokenize.SplitCount] = field(
+        default_factory=lambda: {split: tokenize.SplitCount() for split in tokenize.SPLITS}
+    )
     malformed: dict[str, int] = field(default_factory=dict)
     reported: int = 0
     empty: int = 0
@@ -150,7 +141,7 @@ def prepare(
     parts: Sequence[Part],
     output: Path,
     tokenizer: TextTokenizer | NewTokenizer,
-    options: Options,
+    options: tokenize.Options,
     *,
     source: dict[str, Any] | None = None,
     workers: int = 0,
@@ -174,7 +165,7 @@ def prepare(
     else:
         settings["tokenizer"] = {**tokenizer.facts, **tokenizer.document_tokens}
     work = WorkFolder(output, {**settings, "format": _WORK_FORMAT})
-    splits = SPLITS if options.validation > 0 else SPLITS[:1]
+    splits = tokenize.SPLITS if options.validation > 0 else tokenize.SPLITS[:1]
     # In this order, so that whoever finds a training index also finds its tokenizer, validation set and tokens.
     renamings = {"tokenizer.json": new.path} if new else {}
     for split in reversed(splits):
@@ -194,7 +185,7 @@ def prepare(
     return Prepared(output, tokenizer, work.state)
 
 
-def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
+def _trained(parts: Sequence[Part], new: NewTokenizer, options: tokenize.Options, work: WorkFolder) -> TextTokenizer:
     """The new tokenizer, from an earlier call if that trained it; otherwise trained on the documents that are not held
     out. Of a large corpus it uses TOKENIZER_TRAINING_BYTES, equally many from the beginning of each part."""
 
@@ -202,8 +193,8 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
         for part in parts:
             left = TOKENIZER_TRAINING_BYTES // len(parts)
             for record in (record for _, task in part.tasks() for record in task()):
-                if record.problem is None and not is_held_out(record.text, options.validation):
-                    yield from pieces_of(record.text, options.max_document_bytes)
+                if record.problem is None and not tokenize.is_held_out(record.text, options.validation):
+                    yield from tokenize.pieces_of(record.text, options.max_document_bytes)
                     left -= len(record.text.encode("utf-8"))
                     if left <= 0:
                         break
@@ -224,7 +215,7 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
 def _encode(
     parts: Sequence[Part],
     tokenizer: TextTokenizer,
-    options: Options,
+    options: tokenize.Options,
     work: WorkFolder,
     splits: Sequence[str],
     workers: int,
@@ -240,7 +231,7 @@ def _encode(
     state.stamps = stamps
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     work.open(splits, dtype.itemsize)
-    encoder = partial(encode, tokenizer, dtype, options)
+    encoder = partial(tokenize.encode, tokenizer, dtype, options)
     starts = list(accumulate((size for size, _ in stamps), initial=0))
 
     def tasks() -> Iterator[tuple[tuple[int, int, int], Task]]:
@@ -256,9 +247,9 @@ def _encode(
                 raise ValueError(f"{name}, or a file of the same part, changed while it was read; start again")
 
     next_save = time.monotonic() + SAVE_SECONDS
-    for (number, count, position), encoded in encode_in_processes(encoder, tasks(), workers):
+    for (number, count, position), encoded in tokenize.encode_in_processes(encoder, tasks(), workers):
         work.add(number, count, encoded)
-        for where, problem in encoded.reports[: REPORTED_RECORDS - state.reported]:
+        for where, problem in encoded.reports[: tokenize.REPORTED_RECORDS - state.reported]:
             state.reported += 1
             report(f"skipped {where}: {problem}")
         progress(position, starts[-1], state)
@@ -270,11 +261,11 @@ def _encode(
     progress(starts[-1], starts[-1], state)
 
 
-def _check_malformed(state: State, options: Options, at_end: bool) -> None:
+def _check_malformed(state: State, options: tokenize.Options, at_end: bool) -> None:
     allowed, malformed, records = options.max_malformed, state.num_malformed, state.records
     if allowed and records < CLEAR_AFTER_RECORDS:
         # Of few records, one that the tokenizer cannot encode says nothing about the tokenizer.
-        malformed -= state.malformed.get(UNENCODABLE, 0)
+        malformed -= state.malformed.get(tokenize.UNENCODABLE, 0)
     is_clear = records >= CLEAR_AFTER_RECORDS and malformed > 2 * allowed * records
     if (malformed and allowed == 0) or is_clear or (at_end and malformed > allowed * records):
         first = "" if at_end else "the first "
@@ -291,17 +282,17 @@ def _remedy(state: State) -> str:
         remedies.append("give Parquet, Arrow and CSV as --dataset and plain text with --format text")
     if any("field" in problem for problem in state.malformed):
         remedies.append("give the right --field")
-    if UNENCODABLE in state.malformed:
+    if tokenize.UNENCODABLE in state.malformed:
         remedies.append("give another --tokenizer")
     if state.num_malformed < state.records:
         remedies.append(f"raise --max-malformed to {math.ceil(100 * state.num_malformed / state.records) / 100:g}")
     return ", or ".join(remedies)
 
 
-def _check(state: State, options: Options, splits: Sequence[str]) -> None:
+def _check(state: State, options: tokenize.Options, splits: Sequence[str]) -> None:
     _check_malformed(state, options, at_end=True)
     if not all(state.counts[split].documents for split in splits):
-        train, held_out = (state.counts[split].documents for split in SPLITS)
+        train, held_out = (state.counts[split].documents for split in tokenize.SPLITS)
         raise ValueError(
             f"the input has {train:,} documents for training and, with --validation {options.validation:g}, "
             f"{held_out:,} for validation; give more text, or another share (0 for no validation set)"
@@ -309,7 +300,7 @@ def _check(state: State, options: Options, splits: Sequence[str]) -> None:
 
 
 def _write_indices(
-    tokenizer: TextTokenizer, options: Options, work: WorkFolder, splits: Sequence[str], source: dict[str, Any]
+    tokenizer: TextTokenizer, options: tokenize.Options, work: WorkFolder, splits: Sequence[str], source: dict[str, Any]
 ) -> None:
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     facts: dict[str, Any] = {
@@ -326,7 +317,7 @@ def _write_indices(
         write_facts(work.path / f"{split}.json", count, files, {"split": split, **facts})
 
 
-def write_facts(path: Path, counts: SplitCount, files: dict[str, Path], facts: dict[str, Any]) -> None:
+def write_facts(path: Path, counts: tokenize.SplitCount, files: dict[str, Path], facts: dict[str, Any]) -> None:
     """Write the facts of a pair whose `files` ("bin", "idx") are complete, and sync them to disk."""
     hashes = {}
     for name, file in files.items():
@@ -363,7 +354,7 @@ class WorkFolder:
         settings, again = self.state.settings, f"remove {self.path} to begin again"
         try:
             content = json.loads(self._state_file.read_bytes())
-            counts = {split: SplitCount(**count) for split, count in content["counts"].items()}
+            counts = {split: tokenize.SplitCount(**count) for split, count in content["counts"].items()}
             self.state = State(**{**content, "counts": counts})
             before = dict(self.state.settings)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -394,7 +385,7 @@ class WorkFolder:
                     raise ValueError(f"{path} has fewer than {counted} bytes; remove {self.path} to begin again")
                 file.truncate(counted)
 
-    def add(self, part: int, tasks: int, encoded: Encoded) -> None:
+    def add(self, part: int, tasks: int, encoded: tokenize.Encoded) -> None:
         """Append the documents of a task; `tasks` tasks of this part are then done."""
         state = self.state
         for split, tokens in encoded.tokens.items():

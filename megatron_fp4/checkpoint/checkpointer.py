@@ -35,31 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint import files, find, shards
 from megatron_fp4.checkpoint.files import FileRecord, Manifest, Origin
-from megatron_fp4.checkpoint.find import (
-    INITIALIZE,
-    Finder,
-    Resumed,
-    check_begun_from,
-    check_identity,
-    initialize_weights,
-)
-from megatron_fp4.checkpoint.shards import (
-    METADATA,
-    OwnPiece,
-    Piece,
-    TensorInfo,
-    capture_random_state,
-    check_files,
-    load_checkpoint,
-    metadata_of,
-    own_pieces,
-    pack,
-    state_of,
-    tensor_infos,
-    write_shards,
-)
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -95,8 +72,8 @@ class _Snapshot(NamedTuple):
     """The content of a checkpoint. pieces, generators: of this rank. manifest: without them. last: of this start."""
 
     manifest: Manifest
-    tensors: Sequence[TensorInfo]
-    pieces: Sequence[OwnPiece]
+    tensors: Sequence[shards.TensorInfo]
+    pieces: Sequence[shards.OwnPiece]
     generators: bytes
     trainer: str
     last: bool
@@ -106,7 +83,7 @@ class _OfRank(NamedTuple):
     """What a rank sends to rank 0. records: of its files. layouts: the pieces in its files; empty: as before."""
 
     records: dict[str, FileRecord]
-    layouts: dict[str, list[Piece]]
+    layouts: dict[str, list[shards.Piece]]
     generators: bytes
 
 
@@ -157,8 +134,8 @@ class Checkpointer:
         self._broken = False  # the background save failed on this rank alone
         self._abandoned = threading.Event()
         # The layouts of the last save: of this rank's files; on rank 0 of all files, and the .metadata made of them.
-        self._own_layouts: dict[str, list[Piece]] = {}
-        self._layouts: dict[str, list[Piece]] = {}
+        self._own_layouts: dict[str, list[shards.Piece]] = {}
+        self._layouts: dict[str, list[shards.Piece]] = {}
         self._metadata = b""
 
     def __enter__(self) -> Checkpointer:
@@ -186,7 +163,7 @@ class Checkpointer:
         """
         if not self._asynchronous:
             return
-        pieces = own_pieces(state_of(model, optimizer), self._mesh.rank)
+        pieces = shards.own_pieces(shards.state_of(model, optimizer), self._mesh.rank)
         needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
         def look() -> None:
@@ -220,7 +197,7 @@ class Checkpointer:
             return self.folder(step)
         self._end()
         began = time.perf_counter()
-        state = state_of(model, optimizer)
+        state = shards.state_of(model, optimizer)
         manifest = Manifest(
             save_index=0,
             step=step,
@@ -231,9 +208,9 @@ class Checkpointer:
             files={},
             torch_version=str(torch.__version__),
         )
-        pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
+        pieces, generators = shards.own_pieces(state, self._mesh.rank), shards.capture_random_state(self._mesh.device)
         snapshot = _Snapshot(
-            manifest, tensor_infos(state), pieces, generators, json.dumps(dict(trainer), indent=1), last
+            manifest, shards.tensor_infos(state), pieces, generators, json.dumps(dict(trainer), indent=1), last
         )
         report = self._current = SaveReport(step, self.folder(step))
         if self._staging is None:
@@ -376,7 +353,7 @@ class Checkpointer:
             raise
 
     def _write_own(self, folder: Path, snapshot: _Snapshot) -> _OfRank:
-        written = write_shards(folder, self._mesh.rank, snapshot.pieces, self._abandoned.is_set)
+        written = shards.write_shards(folder, self._mesh.rank, snapshot.pieces, self._abandoned.is_set)
         layouts = {name: file.layout for name, file in written.items()}
         changed, self._own_layouts = layouts != self._own_layouts, layouts
         records = {name: file.record for name, file in written.items()}
@@ -393,9 +370,13 @@ class Checkpointer:
                 self._layouts |= of_rank.layouts
             # Drop files of an earlier save that had more tensors.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
-            self._metadata = metadata_of(snapshot.tensors, self._layouts)
-        generators = pack([of_rank.generators for of_rank in of_ranks])
-        small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer.encode()}
+            self._metadata = shards.metadata_of(snapshot.tensors, self._layouts)
+        generators = shards.pack([of_rank.generators for of_rank in of_ranks])
+        small = {
+            shards.METADATA: self._metadata,
+            files.RANDOM_STATE: generators,
+            files.TRAINER: snapshot.trainer.encode(),
+        }
         for name, content in small.items():
             records[name] = files.write_file(folder / name, content)
         index = files.next_save_index(self.root, number_in_state(self.root.parent, "save_index"))
@@ -421,7 +402,7 @@ class Checkpointer:
         step_state: StepState,
         *,
         allow_mismatch: bool,
-    ) -> Resumed | None:
+    ) -> find.Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
         resume: `auto` (the newest intact checkpoint under `root`), `required` (the same, and one must exist), `never`,
@@ -435,9 +416,9 @@ class Checkpointer:
 
         def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
             self._check_identity(folder, manifest, allow_mismatch)
-            return load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
+            return shards.load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
 
-        resumed = Finder(self.root, self.sync, load).choose(resume)
+        resumed = find.Finder(self.root, self.sync, load).choose(resume)
         if resumed is None:
             return None
         self.origin = resumed.origin
@@ -459,9 +440,9 @@ class Checkpointer:
         returns None. Raises RefusedError if the user has to decide, CheckpointError if reading fails.
         """
         if resumed:
-            check_begun_from(self.initialized_from, INITIALIZE, given, self.root, self.sync)
+            find.check_begun_from(self.initialized_from, find.INITIALIZE, given, self.root, self.sync)
             return None
-        self.initialized_from = initialize_weights(
+        self.initialized_from = find.initialize_weights(
             given, model, self._identity, self.sync, allow_mismatch=allow_mismatch
         )
         step_state.weights_version += 1
@@ -475,7 +456,7 @@ class Checkpointer:
         step_state: StepState,
         *,
         allow_mismatch: bool,
-    ) -> Resumed:
+    ) -> find.Resumed:
         """Load weights, moments and generators of a checkpoint. folder: None: the checkpoint of `last_step`.
 
         The caller loads the trainer's state. Raises CheckpointGoneError on all ranks if the checkpoint is missing or
@@ -488,19 +469,19 @@ class Checkpointer:
             folder = self._last[0]
         try:
             manifest = self.sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
-            check_files(folder, manifest, self.sync)
+            shards.check_files(folder, manifest, self.sync)
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
-        trainer = load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
+        trainer = shards.load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
         self._last = folder, manifest.step
         step_state.weights_version += 1
-        return Resumed(folder, manifest, trainer)
+        return find.Resumed(folder, manifest, trainer)
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
         # On all ranks, because data may differ between nodes.
         differences = self.sync.on_all(
-            "compare", lambda: check_identity(folder, manifest, self._identity, allow_mismatch)
+            "compare", lambda: find.check_identity(folder, manifest, self._identity, allow_mismatch)
         )
         if differences:
             self._warn(f"resuming from {folder} although it differs: {'; '.join(differences)}")
@@ -510,7 +491,7 @@ class Checkpointer:
             logger.warning(message)
 
 
-def _make_folder(folder: Path, tensors: Sequence[TensorInfo]) -> None:
+def _make_folder(folder: Path, tensors: Sequence[shards.TensorInfo]) -> None:
     files.remove(folder)
     folder.mkdir(parents=True)
     needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free

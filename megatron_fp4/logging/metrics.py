@@ -46,16 +46,7 @@ from typing import Any
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.errors import hidden
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.files import (
-    METRICS_FILE,
-    Outage,
-    RecordFile,
-    attempt,
-    cut_after,
-    move_aside,
-    records_of,
-    replace_text,
-)
+from megatron_fp4.logging import files as log_files
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +135,12 @@ class MetricsWriter:
         def prepare() -> None:
             run_dir.mkdir(parents=True, exist_ok=True)
             if start > 0:
-                cut_after(run_dir / METRICS_FILE, start)
+                log_files.cut_after(run_dir / log_files.METRICS_FILE, start)
             else:
-                for name in (METRICS_FILE, ID_FILE, "tensorboard"):
-                    move_aside(run_dir / name)
+                for name in (log_files.METRICS_FILE, ID_FILE, "tensorboard"):
+                    log_files.move_aside(run_dir / name)
 
-        self._file = RecordFile(run_dir / METRICS_FILE, prepare)
+        self._file = log_files.RecordFile(run_dir / log_files.METRICS_FILE, prepare)
         if settings.tensorboard:
             self._views.append(TensorBoardView(run_dir / "tensorboard", start))
         if settings.wandb != "disabled":
@@ -213,7 +204,9 @@ class MetricsWriter:
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """The last `validation` record of the run in `run_dir` up to `step` steps; None if there is none."""
-    return next(reversed([record for record in records_of(run_dir, "validation") if record["step"] <= step]), None)
+    return next(
+        reversed([record for record in log_files.records_of(run_dir, "validation") if record["step"] <= step]), None
+    )
 
 
 def finite(value: Any) -> Any:
@@ -242,7 +235,7 @@ class View:
 
     def __init__(self) -> None:
         self.news = deque[str]()
-        self._outage = Outage(self.name, f"up to {_MOST_WAITING:,} points wait for it")
+        self._outage = log_files.Outage(self.name, f"up to {_MOST_WAITING:,} points wait for it")
         self._writer: Any = None
         self._waiting: deque[Callable[[Any], object]] = deque(maxlen=_MOST_WAITING)
         self._changed = threading.Condition()
@@ -368,7 +361,9 @@ class WandbView(View):
         self._wandb: Any = wandb
         self._directory, self._config = directory, config
         self.run_id = run_id or secrets.token_hex(4)
-        attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
+        log_files.attempt(
+            str(directory / ID_FILE), lambda: log_files.replace_text(directory / ID_FILE, self.run_id + "\n")
+        )
         # WANDB_MODE is wandb's own setting for machines without a network; an explicit mode would overrule it.
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
         super().__init__()

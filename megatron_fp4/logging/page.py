@@ -27,23 +27,9 @@ from matplotlib.figure import Figure
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import list_checkpoints, step_of, well_formed
 from megatron_fp4.config.removed_keys import leaves
+from megatron_fp4.logging import pictures
 from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
-from megatron_fp4.logging.pictures import (
-    QUANTITIES,
-    Look,
-    draw_gaps,
-    draw_heatmap,
-    draw_losses,
-    draw_training,
-    drawing,
-    legend_below,
-    look,
-    mark_run,
-    show_from,
-    smooth,
-    step_axis,
-)
 from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs, read_mapping
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
@@ -175,7 +161,7 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
 
     # A run has one look on the whole page.
     shown = [*runs, *([] if baseline is None else [baseline])]
-    looks = {run.path: look(index) for index, run in enumerate(shown)}
+    looks = {run.path: pictures.look(index) for index, run in enumerate(shown)}
     curves = [figure for curve in _CURVES for figure in _curve(runs, looks, *curve)]
     changed = _changed_settings(runs, defaults)
     sections: list[tuple[str, list[Markup], list[tuple[str, Row, list[Row]]], str]] = [
@@ -368,10 +354,10 @@ def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) ->
 def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = 3.3) -> Markup:
     """The figure that `draw` draws, as an `svg` element as wide as its container; its text stays text."""
     file = io.StringIO()
-    with drawing(figsize=(5.4, height)) as (figure, axes):
+    with pictures.drawing(figsize=(5.4, height)) as (figure, axes):
         draw(figure, axes)
         axes.set_title(title, fontsize=10, pad=16)
-        legend_below(figure, axes)
+        pictures.legend_below(figure, axes)
         # Names of clip paths must differ between the figures of a page, but not between two writes of it.
         with rc_context({"svg.hashsalt": title}):
             figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -395,12 +381,12 @@ def _hover(figure: Figure, axes: Axes) -> str:
 
 
 def _step_axis(runs: Sequence[RunFolder], axes: Axes) -> None:
-    step_axis(axes, max(run.steps[-1]["step"] for run in runs))
+    pictures.step_axis(axes, max(run.steps[-1]["step"] for run in runs))
     if len(runs) == 1:
-        mark_run(axes, runs[0])
+        pictures.mark_run(axes, runs[0])
 
 
-Looks = Mapping[Path, Look]
+Looks = Mapping[Path, pictures.Look]
 
 
 def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None, looks: Looks) -> list[Markup]:
@@ -411,14 +397,14 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None, looks: Looks)
 
     def whole(_: Figure, axes: Axes) -> None:
         if alone:
-            draw_losses(axes, runs[0], baseline)
+            pictures.draw_losses(axes, runs[0], baseline)
         else:
-            draw_training(axes, every, [looks[run.path] for run in every])
+            pictures.draw_training(axes, every, [looks[run.path] for run in every])
             _step_axis(every, axes)
 
     def last_half(figure: Figure, axes: Axes) -> None:
         whole(figure, axes)
-        show_from(axes, half)
+        pictures.show_from(axes, half)
 
     def held_out(source: str, _: Figure, axes: Axes) -> None:
         for run in every:
@@ -440,7 +426,7 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder], looks: Looks) -> li
         return []
 
     def draw(_: Figure, axes: Axes) -> None:
-        draw_gaps(axes, base, compared, [looks[run.path] for run in compared])
+        pictures.draw_gaps(axes, base, compared, [looks[run.path] for run in compared])
         _step_axis(compared, axes)
 
     return [_figure(f"loss above {base.name} in percent", draw)]
@@ -466,7 +452,7 @@ def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind
     def draw(_: Figure, axes: Axes) -> None:
         for name, style, steps, values in every:
             axes.plot(steps, values, color=style.color, alpha=0.25, linewidth=0.7)
-            axes.plot(steps, smooth(values), label=name, **style.line())
+            axes.plot(steps, pictures.smooth(values), label=name, **style.line())
         top = max(np.percentile(values, 99.5) for *_, values in every)
         axes.set_ylim(0, max(top * 1.25, 1e-9))  # one slow first step must not flatten all others
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
@@ -476,5 +462,7 @@ def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind
 
 
 def _heatmaps(run: RunFolder) -> list[Markup]:
-    quantities = QUANTITIES if run.of("diagnostics") else ()
-    return [_figure(f"{run.name}: {of.title}", partial(draw_heatmap, run=run, quantity=of)) for of in quantities]
+    quantities = pictures.QUANTITIES if run.of("diagnostics") else ()
+    return [
+        _figure(f"{run.name}: {of.title}", partial(pictures.draw_heatmap, run=run, quantity=of)) for of in quantities
+    ]

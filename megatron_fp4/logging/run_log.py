@@ -21,18 +21,8 @@ import yaml
 from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging import files
 from megatron_fp4.logging.console import RunConsole, short_time
-from megatron_fp4.logging.files import (
-    PICTURE_FILE,
-    REPORT_FILE,
-    SUMMARY_FILE,
-    TRANSCRIPT_FILE,
-    Transcript,
-    attempt,
-    move_aside,
-    records_of,
-    replace_text,
-)
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.runtime.revision import revision
 
@@ -57,7 +47,7 @@ class RunLog:
     """
 
     def __init__(self, config: Config, active: bool, times: TimeLedger, memory_size: float | None = None) -> None:
-        self.config, self.active, self.times, self.transcript = config, active, times, Transcript()
+        self.config, self.active, self.times, self.transcript = config, active, times, files.Transcript()
         self.console = RunConsole(
             config.train.steps,
             interval=config.logging.interval,
@@ -81,13 +71,13 @@ class RunLog:
         self.console.start_step = self._steps_done = start
         self.opened = True
         if self.active and start < self.config.train.steps:  # these files would say that the run is finished
-            for name in (SUMMARY_FILE, *((PICTURE_FILE, REPORT_FILE) if start == 0 else ())):
-                attempt(f"{run_dir}: a new name for {name}", partial(move_aside, run_dir / name))
+            for name in (files.SUMMARY_FILE, *((files.PICTURE_FILE, files.REPORT_FILE) if start == 0 else ())):
+                files.attempt(f"{run_dir}: a new name for {name}", partial(files.move_aside, run_dir / name))
         if self.active and start:
-            attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
+            files.attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
         self.metrics = MetricsWriter(self.config, start, self.active)
         if self.active:
-            self.transcript.open(run_dir / TRANSCRIPT_FILE)
+            self.transcript.open(run_dir / files.TRANSCRIPT_FILE)
             self.transcript.text(f"--- from step {start}, commit {revision()}")
         self.metrics.record(start, "run", {"commit": revision(), **facts})
         self._record_times()
@@ -99,7 +89,7 @@ class RunLog:
         texts = {"config.yaml": to_yaml(self.config), "plan.yaml": yaml.safe_dump(dict(plan), sort_keys=False)}
         for name, text in texts.items() if self.active else ():
             path = Path(self.config.run.dir) / name
-            attempt(str(path), partial(replace_text, path, text))
+            files.attempt(str(path), partial(files.replace_text, path, text))
 
     def __enter__(self) -> RunLog:
         logging.getLogger().addHandler(self.transcript)
@@ -214,7 +204,7 @@ class TimeLedger:
         """Add the times in the records of `run_dir`. Call it before records of steps after `start` are removed."""
         kept: Mapping[str, float] = {}
         last: Mapping[str, float] = {}
-        for record in records_of(run_dir, "time"):
+        for record in files.records_of(run_dir, "time"):
             last = record["seconds"]
             kept = last if record["step"] <= start else kept
         lost = sum(last.values()) - sum(kept.values())

@@ -53,22 +53,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron_fp4.precision import recipe as recipes
 from megatron_fp4.precision.emulated import EMULATED, GemmOperand, amax_of, shared_amax, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext, same_weight_codes
-from megatron_fp4.precision.recipe import (
-    DGRAD_GRADIENT,
-    DGRAD_WEIGHT,
-    FPROP_ACTIVATION,
-    FPROP_WEIGHT,
-    GEMMS,
-    SLOTS,
-    SLOTS_OF,
-    WGRAD_ACTIVATION,
-    WGRAD_GRADIENT,
-    Operand,
-    OperandSlot,
-)
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -76,8 +64,8 @@ from megatron_fp4.quantization.tensor import scale_values
 
 # The sums of an operand, in FP64. Those of a product, over its elements: exact^2, error^2, exact error.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
-_OPERANDS = tuple(slot.name for slot in SLOTS)
-PARTS = (*_OPERANDS, *GEMMS)
+_OPERANDS = tuple(slot.name for slot in recipes.SLOTS)
+PARTS = (*_OPERANDS, *recipes.GEMMS)
 
 # Block scales are rounded, so an element within this factor of the largest value does not count as above it.
 _ON_THE_LIMIT = 1.0 + 2.0**-20
@@ -104,7 +92,7 @@ class LinearMeasurement:
     @property
     def errors(self) -> dict[str, float]:
         """GEMM -> relative error of its result."""
-        return {gemm: relative_error(*self.products[gemm][:2]) for gemm in GEMMS if gemm in self.products}
+        return {gemm: relative_error(*self.products[gemm][:2]) for gemm in recipes.GEMMS if gemm in self.products}
 
     def bias(self, part: str) -> float:
         """<error, exact> / ||exact||^2 of a product; NaN if the exact one is zero."""
@@ -252,7 +240,7 @@ class Probe:
         if transformed:
             self._transformed.add(key)
 
-    def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
+    def repeat(self, name: str, slot: recipes.OperandSlot, of: recipes.OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the same codes as the one at `of`, and so the same sums."""
         self._repeated[name, slot.name] = of.name
 
@@ -302,13 +290,13 @@ class ProbedCall:
         call, x = self.call, self.x
         assert x is not None
         weight = call.padding.pad_weight(call.weight)
-        self._operand(FPROP_ACTIVATION, call.padding.pad_tokens(x), x.numel())
-        self._operand(FPROP_WEIGHT, weight, call.weight.numel())
-        if call.recipe[DGRAD_WEIGHT].source == "codes" or same_weight_codes(call.recipe):
-            self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
+        self._operand(recipes.FPROP_ACTIVATION, call.padding.pad_tokens(x), x.numel())
+        self._operand(recipes.FPROP_WEIGHT, weight, call.weight.numel())
+        if call.recipe[recipes.DGRAD_WEIGHT].source == "codes" or same_weight_codes(call.recipe):
+            self.probe.repeat(call.context.name, recipes.DGRAD_WEIGHT, of=recipes.FPROP_WEIGHT)
         else:
-            source, unit = self._source(DGRAD_WEIGHT, weight)
-            self._operand(DGRAD_WEIGHT, source.t(), call.weight.numel(), unit)
+            source, unit = self._source(recipes.DGRAD_WEIGHT, weight)
+            self._operand(recipes.DGRAD_WEIGHT, source.t(), call.weight.numel(), unit)
         self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -325,34 +313,34 @@ class ProbedCall:
         assert x is not None
         padded = call.padding.pad(dy)
         if dx is not None:
-            self._operand(DGRAD_GRADIENT, padded, dy.numel())
+            self._operand(recipes.DGRAD_GRADIENT, padded, dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
         if wgrad:
-            self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
-            if call.recipe[WGRAD_ACTIVATION].source == "codes":
-                self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
+            self._operand(recipes.WGRAD_GRADIENT, padded.t(), dy.numel())
+            if call.recipe[recipes.WGRAD_ACTIVATION].source == "codes":
+                self.probe.repeat(call.context.name, recipes.WGRAD_ACTIVATION, of=recipes.FPROP_ACTIVATION)
             else:
-                source, unit = self._source(WGRAD_ACTIVATION, call.padding.pad_tokens(x))
-                self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
+                source, unit = self._source(recipes.WGRAD_ACTIVATION, call.padding.pad_tokens(x))
+                self._operand(recipes.WGRAD_ACTIVATION, source.t(), x.numel(), unit)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, dw: Tensor) -> None:
         """Measure wgrad."""
         self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
 
-    def _source(self, slot: OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _source(self, slot: recipes.OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The tensor that the operand at `slot` is quantized from, and its unit, FP32 0-dim (None: 1). It is `x`
         [rows, cols], or the values of fprop's codes of it: `code * block scale`, in units of fprop's tensor scale."""
         call = self.call
         if call.recipe[slot].source != "forward":
             return x, None
         # The probe gets x of all tokens, also where the linear quantizes slices.
-        of = SLOTS_OF[slot.tensor][0]
+        of = recipes.SLOTS_OF[slot.tensor][0]
         make, _ = call.backend.operands(x, call.place(slot.tensor, all_tokens=True), call.request(of), None)
         assert make is not None
         made = make()
         return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.from_fprop_operand`
 
-    def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+    def _operand(self, slot: recipes.OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """x: [rows, k] as it is quantized, in units of `unit` (see `_source`); `count` elements are no padding."""
         call = self.call
         operand, rht = call.recipe[slot], call.recipe.gemms[slot.gemm].rht
@@ -386,7 +374,7 @@ class ProbedCall:
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """name: of the part. a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up."""
-        if name in GEMMS and not self.call.recipe.gemms[name].quantized:
+        if name in recipes.GEMMS and not self.call.recipe.gemms[name].quantized:
             return
         sums = torch.zeros(3, dtype=torch.float64, device=a.device)
         size = max(1, _CHUNK_ELEMENTS // result.shape[1])
@@ -460,7 +448,9 @@ def _device_signs(size: int, device: torch.device) -> Tensor:
     return fixed_signs(size, device)
 
 
-def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+def operand_sums(
+    x: Tensor, operand: recipes.Operand, key: RoundingKey | None, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The first five of `OPERAND_SUMS` for `x`, FP32 [rows, k], quantized as `operand` says: FP64 [5]. (The other two
     are about the tensor before a transform.) And FP64 [2]: log2 of the largest block scale, and minus that of the
     smallest that is not zero; -inf if all are. key: of stochastic rounding. amax: as `Format.amax`, of all."""

@@ -33,33 +33,14 @@ from megatron_fp4.checkpoint.find import Resumed, check_state, preview
 from megatron_fp4.config.axes import AXES, ROWS
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
-from megatron_fp4.logging.console import (
-    RunConsole,
-    batch_table,
-    counted,
-    facts_table,
-    long_time,
-    make_table,
-    plan_shares,
-    plan_table,
-    with_unit,
-)
+from megatron_fp4.logging import console as tables
 from megatron_fp4.planning.dry_run import BATCH_AXES, DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch
 from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
 from megatron_fp4.runtime.run_state import cannot_be_written, try_folder, written_folders
-from megatron_fp4.training.build import (
-    check,
-    configuration_errors,
-    device_type_of,
-    graphs_refusal,
-    load_data,
-    plans_of,
-    sharded_model,
-    when_it_switches,
-)
+from megatron_fp4.training import build as setup
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 
@@ -129,13 +110,13 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     if place.rank:  # under torchrun the first rank alone checks and prints
         return
     _check_folders(config)
-    with configuration_errors():
+    with setup.configuration_errors():
         opened = data.open_alone(config)
         found = preview(config, run_identity(config, opened.fingerprint))
         start = 0 if found is None else found.step
         if found is not None:
-            with configuration_errors(_of_checkpoint(config, start)), well_formed("its trainer.json"):
-                load_data(opened, found.trainer, start)
+            with setup.configuration_errors(_of_checkpoint(config, start)), well_formed("its trainer.json"):
+                setup.load_data(opened, found.trainer, start)
             refuse_finished(found.trainer.get("config", {}), config, start)
         opened.check_epochs(config.data.max_epochs)
     for line in (*opened.summary(), *_precision_lines(config, models)):
@@ -147,7 +128,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         print(f"checkpoint: DAMAGED, would be moved aside: {damage.name}: {damage.problem}")
     for change in opened.loader.changes:
         print(f"data: {change}")
-    planned = as_planned(config, plans_of(config, models))
+    planned = as_planned(config, setup.plans_of(config, models))
     execution = models.planned_execution(planned)
     dry, times = plan_run(planned, models, opened.phases, place.world_size, execution, found)
     _check_memory(config, dry.memory.peak, lambda other: _peak(other, models, data, place.world_size))
@@ -157,12 +138,12 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         "validation and saves"
     )
     seconds = sum(phase.num_steps * time.seconds for phase, time in times)
-    rest = f", about {long_time(seconds)}{'' if device_type_of(config) == 'cuda' else ' on GPUs'}"
+    rest = f", about {tables.long_time(seconds)}{'' if setup.device_type_of(config) == 'cuda' else ' on GPUs'}"
     rest += f" for the {steps - start:,} steps that are left" if start else ""
     rest = ", nothing left to do: the run is finished" if start == steps else rest
     tokens = opened.phases.samples_before(steps) * config.train.sequence_length
     needs = f"{dry.memory.peak / _GIB:.1f} GiB a rank{_smallest_gpu(config, dry.memory.peak)}"
-    print(f"ok: {counted(place.world_size, 'rank')}, {tokens:,} tokens, {needs}{rest}")
+    print(f"ok: {tables.counted(place.world_size, 'rank')}, {tokens:,} tokens, {needs}{rest}")
 
 
 def plan_run(
@@ -175,15 +156,15 @@ def plan_run(
     start = 0 if found is None else found.step
 
     def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
-        model, controller = sharded_model(config, models, *parts)
+        model, controller = setup.sharded_model(config, models, *parts)
         if found is not None:
-            with configuration_errors(_of_checkpoint(config, start)):
+            with setup.configuration_errors(_of_checkpoint(config, start)):
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
-    with configuration_errors():
+    with setup.configuration_errors():
         dry = dry_run(config, ranks, build, execution, partial(check_state, config, found))
-    plans = plans_of(config, models)
+    plans = setup.plans_of(config, models)
     left = [
         PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
         for span in phases.spans
@@ -197,27 +178,27 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 
     Raises ConfigError, after printing, if it does not fit into the memory of `parallel.gpu`.
     """
-    ranks, plans = place_in_run().world_size, plans_of(config, models)
+    ranks, plans = place_in_run().world_size, setup.plans_of(config, models)
     limited_to, config = config, as_planned(config, plans)
     execution = models.planned_execution(config)
     dry, times = plan_run(config, models, data.phases(config), ranks, execution)
     num_tokens = sum(phase.num_steps * phase.batch_size for phase, _ in times) * config.train.sequence_length
-    console = RunConsole(config.train.steps)
+    console = tables.RunConsole(config.train.steps)
     console.text(f"kernels: {models.describe_execution(execution, config)}")
-    console.table(plan_table(plans[0], config.precision.name))
-    console.table(batch_table(config.train, config.parallel, ranks, num_tokens))
-    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
+    console.table(tables.plan_table(plans[0], config.precision.name))
+    console.table(tables.batch_table(config.train, config.parallel, ranks, num_tokens))
+    console.table(tables.facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
-    console.table(facts_table("Work and time", _time_facts(config, models, ranks, times)))
+    console.table(tables.facts_table("Work and time", _time_facts(config, models, ranks, times)))
     _check_memory(limited_to, dry.memory.peak, lambda other: _peak(other, models, data, ranks))
 
 
 def _peak(config: Config, models: ModelProvider, data: DataProvider, ranks: int) -> int:
-    check(config, models, data, ranks, "cuda")
-    planned = as_planned(config, plans_of(config, models))
-    build = partial(sharded_model, planned, models)
+    setup.check(config, models, data, ranks, "cuda")
+    planned = as_planned(config, setup.plans_of(config, models))
+    build = partial(setup.sharded_model, planned, models)
     return dry_run(planned, ranks, build, models.planned_execution(planned)).memory.peak
 
 
@@ -296,14 +277,15 @@ def _of_checkpoint(config: Config, start: int) -> str:
 
 
 def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
-    before, after = plans_of(config, models)
-    yield f"precision: {plan_shares(before)}"
+    before, after = setup.plans_of(config, models)
+    yield f"precision: {tables.plan_shares(before)}"
     if warning := before.warning(config.precision.name):
         yield warning
     switch, steps = config.precision.switch, config.train.steps
     at = WSDSchedule.of(config).switch_step(switch.when)
     if after is not None and (at is None or at < steps):
-        yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
+        when = setup.when_it_switches(PrecisionSwitch(switch, at), steps)
+        yield f"precision switches {when}: {tables.plan_shares(after)}"
 
 
 def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
@@ -338,8 +320,8 @@ def _messages_table(dry: DryRun) -> Table:
         count, num_bytes, sent = (sum(column) for column in zip(*sizes, strict=True))
         mean = f"{num_bytes / count / 2**20:.2f}"
         rows.append((operation, group, str(ranks), f"{count:,}", mean, f"{sent / _GIB:.3f}"))
-    title = f"Collectives of a step, per rank ({counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
-    return make_table(title, ["collective", "over", "ranks", "number>", "MiB each>", "GiB sent>"], rows)
+    title = f"Collectives of a step, per rank ({tables.counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
+    return tables.make_table(title, ["collective", "over", "ranks", "number>", "MiB each>", "GiB sent>"], rows)
 
 
 def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, ranks: int) -> Table:
@@ -353,7 +335,7 @@ def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, 
         row = (phase.name, batch, *milliseconds, time.bound, f"{tokens / time.seconds / ranks:,.0f}")
         rows.setdefault((phase.batch_size, phase.sequence_length), row)
     numbers = ["compute>", "waited for messages>", "all messages>", "host>", "step>", "bound by>", "tokens/s a rank>"]
-    return make_table("Time of a step, in ms", ["phase", "batch", *numbers], [*rows.values()])
+    return tables.make_table("Time of a step, in ms", ["phase", "batch", *numbers], [*rows.values()])
 
 
 def _time_facts(
@@ -373,12 +355,12 @@ def _time_facts(
     tokens = sum(phase.num_steps * phase.batch_size * length for phase, _ in times)
     joules = seconds * ranks * gpu_of(parallel).watts
     return {
-        "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
-        "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
+        "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({tables.with_unit(per_token, 'FLOP')})",
+        "model FLOPs of the run": f"{flops:.4g} ({tables.with_unit(flops, 'FLOP')})",
         "assumed while computing": f"BF16 at {run.dry_mfu:.0%} of {gpu_of(parallel).bf16:g} TFLOP/s per rank",
         "linears by": config.precision.backend,
         "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
-        "time of the run": long_time(seconds),
+        "time of the run": tables.long_time(seconds),
         "energy, if the GPUs take their most": f"{joules / max(1, tokens):.3g} J per token, {joules / 3.6e6:.3g} kWh",
     }
 
@@ -418,7 +400,7 @@ def step_time(
     # The forward pass is a third of the FLOPs and of Python's time (assumed). `block` repeats it, except the head.
     forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
-    replayed = graphs_refusal(config, ranks, "cuda", backend, plans) is None
+    replayed = setup.graphs_refusal(config, ranks, "cuda", backend, plans) is None
     of_eager = (1 + recomputed) * len(plans[0].rows) * of_linear
     host_ms = micro_batches * (of_replay if replayed else of_eager)
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0

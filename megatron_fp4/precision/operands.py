@@ -21,22 +21,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_fp4.precision import emulated
+from megatron_fp4.precision import recipe as recipes
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EMULATED, codes_of
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
 from megatron_fp4.precision.messages import start_all_gather
-from megatron_fp4.precision.recipe import (
-    BF16,
-    DGRAD_GRADIENT,
-    DGRAD_WEIGHT,
-    FPROP_ACTIVATION,
-    FPROP_WEIGHT,
-    SLOTS_OF,
-    WGRAD_ACTIVATION,
-    WGRAD_GRADIENT,
-    OperandSlot,
-    Recipe,
-)
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.rounding import ALL, Place, RoundingKey, Span, rounding_key
 from megatron_fp4.quantization.segments import Segments
@@ -119,7 +108,7 @@ class LinearContext:
     """
 
     name: str = ""
-    recipe: Recipe = BF16
+    recipe: recipes.Recipe = recipes.BF16
     step_state: StepState = field(default_factory=lambda: StepState(seed=0))
     backend: Backend = EMULATED
     sharding: Sharding = Sharding()
@@ -148,7 +137,7 @@ class LinearContext:
     def gathers_codes(self) -> bool:
         """Whether ranks can gather the weight as codes, and nothing needs its values."""
         probe_reads = self.probe is not None and getattr(self.probe, "reads_weights", True)
-        packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
+        packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[recipes.FPROP_WEIGHT])
         return packs and self.watcher is None and not probe_reads and not self.parts
 
     def place(self, tensor: str, tokens: Span = ALL, groups: RowGroups | None = None) -> Place:
@@ -171,12 +160,12 @@ class LinearContext:
         return key if keys is None else keys.of(self.name, operand, key)
 
 
-def same_weight_codes(recipe: Recipe) -> bool:
+def same_weight_codes(recipe: recipes.Recipe) -> bool:
     """Whether dgrad's weight has fprop's codes, transposed, or both are not quantized."""
-    operand = recipe[FPROP_WEIGHT]
+    operand = recipe[recipes.FPROP_WEIGHT]
     plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
     square = operand.block[0] == operand.block[1] or not operand.quantized
-    return operand == recipe[DGRAD_WEIGHT] and plain and square
+    return operand == recipe[recipes.DGRAD_WEIGHT] and plain and square
 
 
 @dataclass(frozen=True)
@@ -258,11 +247,11 @@ class LinearCall:
     def activation_operands(self, x: Tensor, needs_wgrad: bool) -> tuple[MakeOperand, MakeOperand | None]:
         """Functions that make fprop's operand of x [tokens, in] and the operand that is kept for the backward pass
         (None: x itself is kept, or nothing). Call them in this order."""
-        source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
-        wgrad = WGRAD_ACTIVATION if keeps and source == "tensor" else None
+        source, keeps = self.recipe[recipes.WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
+        wgrad = recipes.WGRAD_ACTIVATION if keeps and source == "tensor" else None
         x = self.padding.pad_tokens(self.tokens_to_quantize(x, "activation"))
         keep = keeps and source == "forward", True
-        make_fprop, make_wgrad = self.operand_makers(x, FPROP_ACTIVATION, wgrad, keep)
+        make_fprop, make_wgrad = self.operand_makers(x, recipes.FPROP_ACTIVATION, wgrad, keep)
         assert make_fprop is not None
         if keeps and source != "tensor":
             make_fprop = make_wgrad = functools.cache(make_fprop)
@@ -272,21 +261,21 @@ class LinearCall:
         """A function that makes wgrad's operand from what the forward pass kept: x, fprop's operand, or wgrad's."""
         if kept is None:
             return None
-        from_fprop = self.recipe[WGRAD_ACTIVATION].source != "tensor"
+        from_fprop = self.recipe[recipes.WGRAD_ACTIVATION].source != "tensor"
         if not isinstance(kept, Tensor):
-            return (lambda: self.from_fprop_operand(kept, WGRAD_ACTIVATION)()) if from_fprop else (lambda: kept)
+            return (lambda: self.from_fprop_operand(kept, recipes.WGRAD_ACTIVATION)()) if from_fprop else (lambda: kept)
         x = self.padding.pad_tokens(self.tokens_to_quantize(kept, "activation"))
         if not from_fprop:
-            return self.operand_makers(x, None, WGRAD_ACTIVATION)[1]
-        make_fprop, _ = self.operand_makers(x, FPROP_ACTIVATION, None)
+            return self.operand_makers(x, None, recipes.WGRAD_ACTIVATION)[1]
+        make_fprop, _ = self.operand_makers(x, recipes.FPROP_ACTIVATION, None)
         assert make_fprop is not None
-        return self.from_fprop_operand(make_fprop(), WGRAD_ACTIVATION)
+        return self.from_fprop_operand(make_fprop(), recipes.WGRAD_ACTIVATION)
 
     def gradient_operands(
         self, dy: Tensor, needs_dgrad: bool, needs_wgrad: bool
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Functions that make dgrad's and wgrad's operand of dy [tokens, out]; None: not needed."""
-        slots = DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None
+        slots = recipes.DGRAD_GRADIENT if needs_dgrad else None, recipes.WGRAD_GRADIENT if needs_wgrad else None
         return self.operand_makers(self.padding.pad(self.tokens_to_quantize(dy, "gradient")), *slots)
 
     def sends_operands(self, tensor: str, group: ProcessGroup) -> bool:
@@ -295,8 +284,8 @@ class LinearCall:
         if self.padding.tokens % (group.size() * self.alignment.tokens):  # a slice has incomplete blocks or padding
             return False
         if tensor == "activation":
-            return self.recipe[WGRAD_ACTIVATION].source != "codes"
-        operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
+            return self.recipe[recipes.WGRAD_ACTIVATION].source != "codes"
+        operands = [self.recipe[slot] for slot in recipes.SLOTS_OF[tensor]]
         # MS-EDEN's kernel makes values, not codes, along the columns.
         return all(operand.in_4_bits for operand in operands) and operands[0].rounding != "ms_eden"
 
@@ -335,13 +324,13 @@ class LinearCall:
     def _weight_operands(self) -> tuple[Any, Any, bool]:
         """Both results of `weight_operands`, and whether they can be kept for a step."""
         if self.weight_codes is not None:
-            fprop, dgrad = self.backend.weight_of_codes(self.weight_codes, self.recipe[FPROP_WEIGHT])
+            fprop, dgrad = self.backend.weight_of_codes(self.weight_codes, self.recipe[recipes.FPROP_WEIGHT])
             # Gathered codes themselves are kept where they are gathered, or freed there.
             return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
-        as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
+        as_codes = reuse and self.backend.packs(self.recipe[recipes.FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
         if as_codes and self.dtype == torch.bfloat16 and self.segments is None:
-            request, master = self.request(FPROP_WEIGHT), self.master
+            request, master = self.request(recipes.FPROP_WEIGHT), self.master
             # The codes are kept without padding; unpacking adds it.
             place, groups = self.place("weight"), self.padding.groups
             make_packed: MakeOperand = functools.partial(emulated.packed_weight, master, place, request, groups)
@@ -351,29 +340,33 @@ class LinearCall:
             fprop = make_packed()
             return fprop, fprop.transposed(), True
         in_backward = self._makes_dgrad_weight_in_backward
-        from_fprop = reuse or self.recipe[DGRAD_WEIGHT].source != "tensor"
-        slots = FPROP_WEIGHT, None if from_fprop else DGRAD_WEIGHT
+        from_fprop = reuse or self.recipe[recipes.DGRAD_WEIGHT].source != "tensor"
+        slots = recipes.FPROP_WEIGHT, None if from_fprop else recipes.DGRAD_WEIGHT
         make_fprop, make_dgrad = self.operand_makers(self.padding.pad_weight(self.master), *slots, (in_backward, False))
         assert make_fprop is not None
         dgrad = fprop = make_fprop()
         if not in_backward:
-            dgrad = (self.from_fprop_operand(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
+            dgrad = (self.from_fprop_operand(fprop, recipes.DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
         # An operand that is not quantized is the gathered copy, which is kept elsewhere, or a rounded master weight.
         rounded = self.rounding is not None and self.rounding.kept and self._stored.dtype != self.dtype
         copied = (fprop.quantized and dgrad.quantized) or (rounded and self.context.keeps_rounded)
-        same = self._same_all_step(FPROP_WEIGHT) and (in_backward or self._same_all_step(DGRAD_WEIGHT))
+        same = self._same_all_step(recipes.FPROP_WEIGHT) and (in_backward or self._same_all_step(recipes.DGRAD_WEIGHT))
         return fprop, dgrad, copied and same
 
     @property
     def _makes_dgrad_weight_in_backward(self) -> bool:
         """Whether every backward pass makes dgrad's weight from fprop's codes, because its draws or signs change."""
-        return self.recipe[DGRAD_WEIGHT].source == "forward" and not self._same_all_step(DGRAD_WEIGHT)
+        return self.recipe[recipes.DGRAD_WEIGHT].source == "forward" and not self._same_all_step(recipes.DGRAD_WEIGHT)
 
     def dgrad_weight(self, operand: Any) -> Any:
         """dgrad's operand in the backward pass. operand: the second result of `weight_operands`."""
-        return self.from_fprop_operand(operand, DGRAD_WEIGHT)() if self._makes_dgrad_weight_in_backward else operand
+        return (
+            self.from_fprop_operand(operand, recipes.DGRAD_WEIGHT)()
+            if self._makes_dgrad_weight_in_backward
+            else operand
+        )
 
-    def _same_all_step(self, slot: OperandSlot) -> bool:
+    def _same_all_step(self, slot: recipes.OperandSlot) -> bool:
         """Whether the weight's operand at `slot` is the same for every micro-batch of a step."""
         fresh_signs = self.recipe.gemms[slot.gemm].rht and self.recipe.rht_signs == "fresh"
         return not self.recipe[slot].drawn and not fresh_signs
@@ -383,8 +376,8 @@ class LinearCall:
     def operand_makers(
         self,
         x: Tensor,
-        as_stored: OperandSlot | None,
-        transposed: OperandSlot | None,
+        as_stored: recipes.OperandSlot | None,
+        transposed: recipes.OperandSlot | None,
         keep: tuple[bool, bool] = (False, False),
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Functions that make the recipe's operand `as_stored` from `x` and its operand `transposed` from x^T.
@@ -405,7 +398,7 @@ class LinearCall:
             make_across and functools.partial(watcher.operand, make_across, x.t(), place.t(), across),
         )
 
-    def from_fprop_operand(self, operand: Any, slot: OperandSlot) -> MakeOperand:
+    def from_fprop_operand(self, operand: Any, slot: recipes.OperandSlot) -> MakeOperand:
         """A function that makes the operand at `slot` from the tensor's operand in fprop: it transposes the codes,
         or with the source `forward` quantizes their transposed `code * block scale` and multiplies tensor scales."""
         if self.recipe[slot].source != "forward":
@@ -429,7 +422,7 @@ class LinearCall:
             tokens = Span(group.rank() * (self.padding.tokens // group.size()), group)
         return self.context.place(tensor, tokens, self.padding.groups)
 
-    def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
+    def request(self, slot: recipes.OperandSlot, keep: bool = False) -> OperandRequest:
         """The request to the backend for `slot`. keep: whether the operand is kept for the backward pass."""
         rht, signs_key = self.recipe.gemms[slot.gemm].rht, None
         if rht and self.recipe.rht_signs == "fresh":
@@ -445,7 +438,7 @@ class LinearCall:
             keep=keep or slot.tensor in self.slices,
         )
 
-    def rounding_key_of(self, slot: OperandSlot) -> RoundingKey | None:
+    def rounding_key_of(self, slot: recipes.OperandSlot) -> RoundingKey | None:
         """The key for an operand's draws; None: it has none."""
         return self.context.key(self.step, self.micro_batch, slot.name) if self.recipe[slot].drawn else None
 

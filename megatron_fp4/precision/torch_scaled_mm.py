@@ -34,20 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
-from megatron_fp4.precision.emulated import (
-    EMULATED,
-    Gather,
-    GemmOperand,
-    PackedWeight,
-    codes_transpose,
-    encode_operand,
-    fused_kernels,
-    gather_slices,
-    in_square_blocks,
-    quantize_operand,
-    rows_of,
-)
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.cuda import Fused
 from megatron_fp4.quantization.formats import format_of
@@ -117,8 +105,8 @@ class PackedOperand:
         """The operand with rows and columns exchanged; only square blocks have the same codes along both."""
         return PackedOperand.of(self.decoded().transposed(), self.scale, self.layout[0])
 
-    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
-        joined, scale, operand = gather_slices(self.decoded(), gather, transposed), self.scale, self.layout[0]
+    def gathered(self, gather: emulated.Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
+        joined, scale, operand = emulated.gather_slices(self.decoded(), gather, transposed), self.scale, self.layout[0]
         return lambda: PackedOperand.of(joined(), scale, operand)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -136,9 +124,9 @@ class TorchBackend(Backend):
     name = "torch"
 
     def packs(self, weight: Operand) -> bool:
-        return in_square_blocks(weight) and weight.format in FORMATS
+        return emulated.in_square_blocks(weight) and weight.format in FORMATS
 
-    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
+    def weight_of_codes(self, gathered: emulated.PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
         """Copies of the codes in cuBLAS's layout, along both dimensions; the linear keeps them for a step."""
         fprop = PackedOperand.of(gathered.padded(), gathered.scale, operand)
         return fprop, fprop.transposed()
@@ -150,7 +138,11 @@ class TorchBackend(Backend):
         # Along each dimension, four-over-six sums the errors of a block in another order, so codes may differ. They are
         # transposed only if both requests are equal; then the emulation transposes them too.
         same = as_stored == transposed
-        if transposed is None or not codes_transpose(transposed) or (transposed.operand.four_over_six and not same):
+        if (
+            transposed is None
+            or not emulated.codes_transpose(transposed)
+            or (transposed.operand.four_over_six and not same)
+        ):
             return _makers(x, place, as_stored, transposed)
         make, _ = _makers(x, place, transposed, None)
         assert make is not None
@@ -162,8 +154,8 @@ class TorchBackend(Backend):
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """a b^T: a GEMM of codes if both sides are quantized, else an ordinary one (support.py refuses mixtures)."""
-        if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return added(EMULATED.gemm(a, b, out_dtype), total, groups)
+        if isinstance(a, emulated.GemmOperand) and isinstance(b, emulated.GemmOperand):
+            return added(emulated.EMULATED.gemm(a, b, out_dtype), total, groups)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
         product = scaled_mm(
@@ -183,17 +175,17 @@ class TorchBackend(Backend):
 def _makers(
     x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
-    def make(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
-        operand, rows = request.operand, rows_of(x, place, along == "rows")
+    def make(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | emulated.GemmOperand:
+        operand, rows = request.operand, emulated.rows_of(x, place, along == "rows")
         if fused is not None:
             encoded = QuantizedTensor(*fused.code_bytes(along), operand.block)
             return PackedOperand.of(encoded, fused.scales.get(along), operand)
         if not operand.quantized:
-            return quantize_operand(*rows, request)
-        encoded = encode_operand(*rows, request)
+            return emulated.quantize_operand(*rows, request)
+        encoded = emulated.encode_operand(*rows, request)
         return PackedOperand.of(encoded, encoded.decode_scale(), operand)
 
-    columns_kernels, rows_kernels = fused_kernels(x, place, as_stored, transposed)
+    columns_kernels, rows_kernels = emulated.fused_kernels(x, place, as_stored, transposed)
     return (
         None if as_stored is None else functools.partial(make, as_stored, columns_kernels, "columns"),
         None if transposed is None else functools.partial(make, transposed, rows_kernels, "rows"),

@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.backend import (
     Alignment,
     Backend,
@@ -55,27 +56,10 @@ from megatron_fp4.precision.backend import (
     block_alignment,
     first_line,
 )
-from megatron_fp4.precision.emulated import (
-    EMULATED,
-    Gather,
-    GemmOperand,
-    PackedWeight,
-    gather_slices,
-    in_square_blocks,
-    quantize_operand,
-    rows_of,
-)
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
+from megatron_fp4.quantization import tensor
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import E4M3_MAX, WHOLE, Place, RoundingKey
-from megatron_fp4.quantization.tensor import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    NVFP4Tensor,
-    QuantizedTensor,
-    swizzle_scales,
-    unswizzle_scales,
-)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,7 +150,7 @@ class NativeOperand:
     def scale(self) -> Tensor | None:
         """The tensor scale, FP32 0-dim, of NVFP4; otherwise None."""
         decoded = self.decoded()
-        return decoded.decode_scale() if isinstance(decoded, NVFP4Tensor) else None
+        return decoded.decode_scale() if isinstance(decoded, tensor.NVFP4Tensor) else None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.data, self.scales, self.amax
@@ -185,14 +169,14 @@ class NativeOperand:
         return self.layout.storage(**parts, **dict(self.layout.settings))
 
     @staticmethod
-    def of(made: QuantizedTensor, amax: Tensor | None, layout: NativeLayout) -> NativeOperand:
+    def of(made: tensor.QuantizedTensor, amax: Tensor | None, layout: NativeLayout) -> NativeOperand:
         """Make an operand from codes [rows, k] (NVFP4: packed) and scales [rows, k / block], one row of scales per row.
         NVFP4's scales are put in the order that cuBLAS reads."""
         codes, scales, form = made.codes.view(torch.uint8), made.scales, layout.operand.format
         rows, columns = scales.shape
-        padded = rows + -rows % TILE_ROWS, columns + -columns % TILE_COLUMNS
+        padded = rows + -rows % tensor.TILE_ROWS, columns + -columns % tensor.TILE_COLUMNS
         if form == "nvfp4":
-            scales = swizzle_scales(scales).view(torch.uint8).view(padded)
+            scales = tensor.swizzle_scales(scales).view(torch.uint8).view(padded)
             settings = {**dict(layout.settings), "with_gemm_swizzled_scales": True}
             layout = replace(layout, settings=tuple(settings.items()))
         elif form == "mxfp8":
@@ -203,33 +187,33 @@ class NativeOperand:
             scales = pad(scales.t(), (0, -rows % 4))
         return NativeOperand(codes.contiguous(), scales.contiguous(), amax, layout)
 
-    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], NativeOperand]:
+    def gathered(self, gather: emulated.Gather, *, transposed: bool) -> Callable[[], NativeOperand]:
         decoded = self.decoded()
         if self.amax is not None:  # the amax of other ranks may be finite, so the scales must show a NaN
             scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
             decoded = replace(decoded, scales=scales.view(decoded.scales.dtype))
-        joined = gather_slices(decoded, gather, transposed)
+        joined = emulated.gather_slices(decoded, gather, transposed)
         return lambda: NativeOperand.of(joined(), self.amax, self.layout)
 
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         return self.decoded().block_values()
 
-    def decoded(self) -> QuantizedTensor:
+    def decoded(self) -> tensor.QuantizedTensor:
         """Codes and scales in the layout of `QuantizedTensor`."""
         operand, rows = self.layout.operand, self.data.shape[0]
         if operand.format == "mxfp8":
             codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
             if self.layout.along == "rows":
                 codes, scales = codes.t(), scales.t()
-            return QuantizedTensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
+            return tensor.QuantizedTensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
         if operand.format == "nvfp4":
             assert self.amax is not None
             swizzled = dict(self.layout.settings).get("with_gemm_swizzled_scales", False)
-            scales = unswizzle_scales(self.scales.flatten(), *self.scales.shape) if swizzled else self.scales
+            scales = tensor.unswizzle_scales(self.scales.flatten(), *self.scales.shape) if swizzled else self.scales
             scales = scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
             scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
-            return NVFP4Tensor(
+            return tensor.NVFP4Tensor(
                 self.data.view(torch.uint8), scales, operand.block, amax=self.amax[0], scale_max=scale_max
             )
         num_blocks = self.data.shape[1] // 128
@@ -237,7 +221,7 @@ class NativeOperand:
             scales = self.scales[:num_blocks, :rows].t()
         else:
             scales = self.scales[:, :num_blocks].repeat_interleave(128, dim=0)[:rows]
-        return QuantizedTensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
+        return tensor.QuantizedTensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
 
 
 class TransformerEngineBackend(Backend):
@@ -256,13 +240,13 @@ class TransformerEngineBackend(Backend):
         return alignment(recipe)
 
     def packs(self, weight: Operand) -> bool:
-        return in_square_blocks(weight) and weight.format == "nvfp4"
+        return emulated.in_square_blocks(weight) and weight.format == "nvfp4"
 
-    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:
+    def weight_of_codes(self, gathered: emulated.PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:
         """Copies of the codes in Transformer Engine's layout, along both dimensions; a linear keeps them for a step."""
         assert gathered.amax is not None
         if operand not in self._weight_layouts:  # taken from a small tensor that the quantizer made
-            block = torch.zeros(TILE_ROWS, TILE_ROWS, dtype=torch.bfloat16, device=gathered.codes.device)
+            block = torch.zeros(tensor.TILE_ROWS, tensor.TILE_ROWS, dtype=torch.bfloat16, device=gathered.codes.device)
             fprop, dgrad = self.quantize(block, WHOLE, OperandRequest(operand), OperandRequest(operand))
             assert dgrad is not None
             self._weight_layouts[operand] = fprop.layout, dgrad.layout
@@ -288,15 +272,15 @@ class TransformerEngineBackend(Backend):
         if request is None:
             return None
         if not request.operand.quantized:
-            return functools.partial(quantize_operand, *rows_of(x, place, as_stored is None), request)
+            return functools.partial(emulated.quantize_operand, *emulated.rows_of(x, place, as_stored is None), request)
         return lambda: self.quantize(x, place, as_stored, transposed)[as_stored is None]
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
     ) -> Tensor:
         """a b^T: native if both sides are quantized, else an ordinary GEMM (support.py refuses mixtures)."""
-        if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return EMULATED.gemm(a, b, out_dtype, total, groups)
+        if isinstance(a, emulated.GemmOperand) and isinstance(b, emulated.GemmOperand):
+            return emulated.EMULATED.gemm(a, b, out_dtype, total, groups)
         if groups is not None:
             return added(self.gemm(a, b, out_dtype), total, groups)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"

@@ -52,19 +52,9 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.sums import fma, sums
+from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.rounding import (
-    E2M1_MAX,
-    E2M1_VALUES,
-    E4M3_MAX,
-    FP32_MAX,
-    Place,
-    Span,
-    e2m1_values,
-    round_e2m1_stochastic,
-    unpack_codes,
-)
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 if TYPE_CHECKING:
@@ -80,7 +70,7 @@ _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
 
 
 def operand_fault(
-    made: BackendOperand, x: Tensor, place: Place, request: OperandRequest, *, exact: bool = False
+    made: BackendOperand, x: Tensor, place: rounding.Place, request: OperandRequest, *, exact: bool = False
 ) -> str:
     """How the operand `made` differs from the reference; empty: not at all. For nvfp4, a collective of the place's
     `amax_groups`. x: [n, k], the tensor that `made` was made from, before the transform; place: its place.
@@ -150,7 +140,10 @@ def _allowed_codes_fault(
     if (e4m3_steps > int(inexact)).any():
         return difference("scales", scales, expected.scales, chunk.start)
     scales = scales.to(torch.float32)
-    codes, positions = e2m1_values(unpack_codes(decoded.codes[chunk])), grid_positions(rows, scales, decoded.amax)
+    codes, positions = (
+        rounding.e2m1_values(rounding.unpack_codes(decoded.codes[chunk])),
+        grid_positions(rows, scales, decoded.amax),
+    )
     slack = positions.abs() * step + (_NEAR_ZERO if inexact else 0.0)
     least, most = (_grid_value(positions + (slack if up else -slack), request.key is None, up) for up in (False, True))
     # With a scale of zero every code decodes to zero.
@@ -166,8 +159,10 @@ def _allowed_codes_fault(
 
 def _grid_value(positions: Tensor, nearest: bool, up: bool) -> Tensor:
     """The E2M1 values at or above (`up`) or at or below FP32 positions; or the nearest, at a tie above or below."""
-    grid = torch.tensor([*(-value for value in E2M1_VALUES[:0:-1]), *E2M1_VALUES], device=positions.device)
-    positions = positions.clamp(-E2M1_MAX, E2M1_MAX).contiguous()
+    grid = torch.tensor(
+        [*(-value for value in rounding.E2M1_VALUES[:0:-1]), *rounding.E2M1_VALUES], device=positions.device
+    )
+    positions = positions.clamp(-rounding.E2M1_MAX, rounding.E2M1_MAX).contiguous()
     if nearest:
         return grid[torch.searchsorted((grid[1:] + grid[:-1]) / 2, positions, right=up)]
     return grid[torch.searchsorted(grid, positions, right=not up) - (0 if up else 1)]
@@ -175,7 +170,7 @@ def _grid_value(positions: Tensor, nearest: bool, up: bool) -> Tensor:
 
 def grid_positions(rows: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
     """`rows` [n, k] in units of the E2M1 grid of their blocks, FP32. scales: FP32 [n, k / 16]. amax: of the tensor."""
-    encode = (scales * encode_tensor_scale(amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
+    encode = (scales * encode_tensor_scale(amax).reciprocal()).reciprocal().clamp(max=rounding.FP32_MAX)
     return (rows.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
 
 
@@ -333,7 +328,7 @@ def check(backend: Backend, case: Case, device: torch.device, fairness: bool = F
 def _comparisons(backend: Backend, case: Case, device: torch.device, fairness: bool) -> Iterator[tuple[Any, ...]]:
     recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
-    sharding = Sharding(Span(ranks=case.in_shards), Span(ranks=case.out_shards), case.num_groups)
+    sharding = Sharding(rounding.Span(ranks=case.in_shards), rounding.Span(ranks=case.out_shards), case.num_groups)
     shared = replace(nearest, sharding=sharding)
     quantized = [slot for slot in SLOTS if recipe[slot].quantized]
     with_shared_amax = [s for s in quantized if recipe[s].format == "nvfp4" and shared.place(s.tensor).amax_groups]
@@ -418,7 +413,7 @@ def _output_scale(a: Any, b: Any) -> Tensor:
     """alpha of a GEMM: Transformer Engine multiplies both maxima first, PyTorch's GEMM both scales."""
     if (amax := getattr(a, "amax", None)) is None:
         return a.scale * b.scale  # type: ignore[no-any-return]
-    return (amax * b.amax * (1 / (E2M1_MAX * E4M3_MAX) ** 2)).view(())  # type: ignore[no-any-return]
+    return (amax * b.amax * (1 / (rounding.E2M1_MAX * rounding.E4M3_MAX) ** 2)).view(())  # type: ignore[no-any-return]
 
 
 def _gathered_operands(
@@ -443,7 +438,7 @@ def _gather_from_itself(message: Tensor) -> Any:
 
 def makers_of(
     call: LinearCall, name: str, tensor: Tensor
-) -> Iterator[tuple[OperandSlot, MakeOperand, tuple[Tensor, Place]]]:
+) -> Iterator[tuple[OperandSlot, MakeOperand, tuple[Tensor, rounding.Place]]]:
     """For both operands of a tensor (name: as in `SLOTS_OF`): the slot, a function that makes it, and the rows [n, k]
     that it is made from, before the transform, with their place."""
     for slot, make in zip(SLOTS_OF[name], call.operand_makers(tensor, *SLOTS_OF[name]), strict=True):
@@ -580,9 +575,9 @@ class _FairRounding:
     def __init__(self, rows: Tensor, operand: Operand) -> None:
         reference = quantize_nvfp4(rows, operand.block)
         self.scales = reference.scales.to(torch.float32)
-        scaled = grid_positions(rows, self.scales, reference.amax).clamp_(-E2M1_MAX, E2M1_MAX)
-        low = round_e2m1_stochastic(scaled, torch.zeros_like(scaled))
-        self.high = round_e2m1_stochastic(scaled, torch.full_like(scaled, 1 - 2.0**-22))
+        scaled = grid_positions(rows, self.scales, reference.amax).clamp_(-rounding.E2M1_MAX, rounding.E2M1_MAX)
+        low = rounding.round_e2m1_stochastic(scaled, torch.zeros_like(scaled))
+        self.high = rounding.round_e2m1_stochastic(scaled, torch.full_like(scaled, 1 - 2.0**-22))
         gap = (self.high - low).abs()
         self.between = gap > 0
         self.probability = torch.where(self.between, (scaled - low).abs() / gap.clamp(min=0.5), 0.0).to(torch.float64)
@@ -700,7 +695,7 @@ class Recheck:
         dist.all_gather_object(of_ranks, mine)
         return Rechecked(*watched, [fault for faults in of_ranks for fault in faults])
 
-    def operand(self, make: MakeOperand, x: Tensor, place: Place, request: OperandRequest) -> Any:
+    def operand(self, make: MakeOperand, x: Tensor, place: rounding.Place, request: OperandRequest) -> Any:
         """Make an operand from x [n, k] at `place` with `make`, and compare it."""
         made, slot = make(), request.slot
         assert slot is not None

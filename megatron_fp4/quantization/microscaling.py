@@ -28,16 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.cuda import Fused, Kernel, launch
-from megatron_fp4.quantization.rounding import (
-    E2M1_MAX,
-    E4M3_MAX,
-    RoundingKey,
-    round_e2m1,
-    to_e4m3,
-    to_ue8m0_up,
-    ue8m0_values,
-)
 from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
 
 MX_BLOCKS = ((1, 32), (32, 32))
@@ -46,7 +38,7 @@ _QUANTIZE, _DECODE = Kernel("fp8.quantize_mxfp8_kernel"), Kernel("fp8.decode_mxf
 
 
 def encode_mxfp4(
-    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, maxima: Tensor | None = None
+    rows: Tensor, block: tuple[int, int], key: rounding.RoundingKey | None, *, maxima: Tensor | None = None
 ) -> QuantizedTensor:
     """Quantize FP32 [rows, cols] to MXFP4. key: of the draws; None rounds to nearest.
 
@@ -54,17 +46,19 @@ def encode_mxfp4(
         among `rows`; None: the maxima of `rows`.
     """
     amax = block_amax(rows, block) if maxima is None else maxima
-    scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
-    scaled = scale_blocks(rows, ue8m0_values(scales).reciprocal()).clamp_(-E2M1_MAX, E2M1_MAX)
-    return QuantizedTensor(round_e2m1(scaled, key), scales, block, rows < 0)
+    scales = rounding.to_ue8m0_up(amax / torch.full_like(amax, rounding.E2M1_MAX))
+    scaled = scale_blocks(rows, rounding.ue8m0_values(scales).reciprocal()).clamp_(
+        -rounding.E2M1_MAX, rounding.E2M1_MAX
+    )
+    return QuantizedTensor(rounding.round_e2m1(scaled, key), scales, block, rows < 0)
 
 
 def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> QuantizedTensor:
     """Quantize FP32 [rows, cols] to MXFP8. key: always None, because there is no stochastic rounding."""
     assert key is None, "mxfp8 rounds to nearest"
     amax = block_amax(rows, block)
-    scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
-    codes = to_e4m3(scale_blocks(rows, ue8m0_values(scales).reciprocal()))
+    scales = rounding.to_ue8m0_up(amax * torch.full_like(amax, 1 / rounding.E4M3_MAX))
+    codes = rounding.to_e4m3(scale_blocks(rows, rounding.ue8m0_values(scales).reciprocal()))
     return QuantizedTensor(codes, scales, block)
 
 

@@ -35,28 +35,16 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization import cuda, rounding
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.fp4 import PackedColumns, hash_starts, new_pair
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.rounding import (
-    E2M1_MAX,
-    E4M3_MAX,
-    FP32_MAX,
-    WHOLE,
-    Place,
-    RoundingKey,
-    round_e2m1_nearest,
-    round_e4m3_stochastic,
-    rounding_draws,
-    to_e4m3,
-)
 from megatron_fp4.quantization.tensor import NVFP4Tensor, all_reduce_maxima, block_amax, scale_blocks
 
 BLOCK, GROUP = 16, 128
 GRID_LARGEST = 6.0 / (17 / 16 * 0.93)
 _TOP = float(torch.tensor(256.0 * GRID_LARGEST, dtype=torch.float32))  # M * 256
-SCALE_MAX = _TOP / E2M1_MAX  # `encode_tensor_scale` and `NVFP4Tensor` multiply it by 6
+SCALE_MAX = _TOP / rounding.E2M1_MAX  # `encode_tensor_scale` and `NVFP4Tensor` multiply it by 6
 
 _FACTOR = 1.0 / math.sqrt(GROUP)
 _SHARE = float(torch.tensor(GRID_LARGEST, dtype=torch.float32).reciprocal())
@@ -66,7 +54,7 @@ _DRAW_SIGNS, _MEASURE = Kernel("ms_eden.signs_kernel"), Kernel("ms_eden.measure_
 _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
-def encode_ms_eden(rows: Tensor, key: RoundingKey, *, amax: Tensor | None = None) -> NVFP4Tensor:
+def encode_ms_eden(rows: Tensor, key: rounding.RoundingKey, *, amax: Tensor | None = None) -> NVFP4Tensor:
     """Quantize rotated FP32 [rows, cols] by MS-EDEN; cols is a multiple of 128.
 
     key: for rounding the corrected scales, whose columns are a row's blocks. amax: 0-dim; None: of `rows`.
@@ -74,10 +62,12 @@ def encode_ms_eden(rows: Tensor, key: RoundingKey, *, amax: Tensor | None = None
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     tensor_scale = encode_tensor_scale(amax, SCALE_MAX)
     scale_factor = tensor_scale * torch.full_like(tensor_scale, GRID_LARGEST).reciprocal()
-    scales = to_e4m3((block_amax(rows, (1, BLOCK)) * scale_factor).clamp(max=FP32_MAX)).to(torch.float32)
-    encode = (scales * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
+    scales = rounding.to_e4m3((block_amax(rows, (1, BLOCK)) * scale_factor).clamp(max=rounding.FP32_MAX)).to(
+        torch.float32
+    )
+    encode = (scales * tensor_scale.reciprocal()).reciprocal().clamp(max=rounding.FP32_MAX)
     scaled = scale_blocks(rows, torch.where(scales == 0, torch.zeros_like(encode), encode))
-    codes = round_e2m1_nearest(scaled.clamp(-E2M1_MAX, E2M1_MAX))
+    codes = rounding.round_e2m1_nearest(scaled.clamp(-rounding.E2M1_MAX, rounding.E2M1_MAX))
     corrected = scales * _correction(scaled, codes).repeat_interleave(GROUP // BLOCK, dim=1)
     scales = _rounded_scales(corrected, key)
     return NVFP4Tensor(codes, scales, (1, BLOCK), rows < 0, amax=amax, scale_max=SCALE_MAX)
@@ -101,17 +91,19 @@ def _group_sums(values: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def _rounded_scales(scales: Tensor, key: RoundingKey) -> Tensor:
+def _rounded_scales(scales: Tensor, key: rounding.RoundingKey) -> Tensor:
     """FP32 [rows, blocks] rounded to float8_e4m3fn stochastically, by the draws of `key`."""
-    block_key = key.at(Place(key.place.rows, key.place.columns.blocks(BLOCK)))
-    uniform = rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
-    return round_e4m3_stochastic(scales.clamp(max=E4M3_MAX), uniform).to(torch.float8_e4m3fn)
+    block_key = key.at(rounding.Place(key.place.rows, key.place.columns.blocks(BLOCK)))
+    uniform = rounding.rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
+    return rounding.round_e4m3_stochastic(scales.clamp(max=rounding.E4M3_MAX), uniform).to(torch.float8_e4m3fn)
 
 
 class FusedMSEden(Fused):
     """MS-EDEN kernels for a tensor [rows, columns]. Rows (columns) with an operand along them are a multiple of 128."""
 
-    def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
+    def __init__(
+        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: rounding.Place = rounding.WHOLE
+    ) -> None:
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, place)
         self._operands: dict[str, _OperandAlongRows] = {}
         for along, side in self.sides.items():
@@ -140,7 +132,7 @@ class _OperandAlongRows:
     """The operand [columns, k = rows] of a contiguous BF16 tensor [rows, columns]. The constructor draws the signs of
     the transform and measures amax after it."""
 
-    def __init__(self, x: Tensor, place: Place, side: Side) -> None:
+    def __init__(self, x: Tensor, place: rounding.Place, side: Side) -> None:
         assert x.shape[0] % GROUP == x.shape[1] % BLOCK == 0, f"MS-EDEN: {tuple(x.shape)}"
         assert side.key is not None and side.signs_key is not None
         self.x, self.key = x, side.key.at(place.t())
@@ -191,7 +183,7 @@ class _OperandAlongRows:
         )
 
 
-def _key_arguments(key: RoundingKey, placeholder: Tensor) -> tuple[Tensor, int, int]:
+def _key_arguments(key: rounding.RoundingKey, placeholder: Tensor) -> tuple[Tensor, int, int]:
     """A kernel's arguments for a key: its device memory, and first arguments of the hashes of rows and block pairs."""
     start_row, start_column = hash_starts(key, columns_apart=BLOCK)
     return placeholder if key.device is None else key.device, start_row, start_column

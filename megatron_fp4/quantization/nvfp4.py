@@ -21,15 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.rounding import (
-    E2M1_MAX,
-    E4M3_MAX,
-    FP32_MAX,
-    RoundingKey,
-    round_e2m1,
-    round_e2m1_nearest,
-    to_e4m3,
-)
+from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, overflow_guard, scale_blocks
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
@@ -39,7 +31,7 @@ FOUR_OVER_SIX_SCALE_MAX = 256.0
 def encode_nvfp4(
     rows: Tensor,
     block: tuple[int, int],
-    key: RoundingKey | None,
+    key: rounding.RoundingKey | None,
     *,
     amax: Tensor | None = None,
     four_over_six: str = "",
@@ -58,16 +50,16 @@ def encode_nvfp4(
     if four_over_six not in ("", "absolute", "squared"):
         raise ValueError(f"nvfp4: four_over_six {four_over_six!r} is not 'absolute', 'squared' or ''")
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
-    scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
+    scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else rounding.E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
     maxima = block_amax(rows, block) if maxima is None else maxima
     if not four_over_six:
-        sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
-        scales = to_e4m3((maxima * sixth).clamp(max=FP32_MAX))
+        sixth = tensor_scale * torch.full_like(tensor_scale, rounding.E2M1_MAX).reciprocal()
+        scales = rounding.to_e4m3((maxima * sixth).clamp(max=rounding.FP32_MAX))
         scaled = _scaled_to_grid(rows, scales, tensor_scale)
     else:
-        unrounded = maxima / torch.full_like(maxima, E2M1_MAX) * tensor_scale
-        scales_6, scales_4 = to_e4m3(unrounded), to_e4m3(unrounded * 1.5)
+        unrounded = maxima / torch.full_like(maxima, rounding.E2M1_MAX) * tensor_scale
+        scales_6, scales_4 = rounding.to_e4m3(unrounded), rounding.to_e4m3(unrounded * 1.5)
         scaled_6, scaled_4 = (_scaled_to_grid(rows, scales, tensor_scale) for scales in (scales_6, scales_4))
         squared = four_over_six == "squared"
         error_6 = _block_error(rows, scaled_6, scales_6, amax, block, squared)
@@ -75,19 +67,21 @@ def encode_nvfp4(
         take_4 = error_4 < error_6
         scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
         scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
-    return NVFP4Tensor(round_e2m1(scaled, key), scales, block, rows < 0, amax=amax, scale_max=scale_max)
+    return NVFP4Tensor(rounding.round_e2m1(scaled, key), scales, block, rows < 0, amax=amax, scale_max=scale_max)
 
 
-def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX, code_max: float = E2M1_MAX) -> Tensor:
+def encode_tensor_scale(
+    amax: Tensor, scale_max: float = rounding.E4M3_MAX, code_max: float = rounding.E2M1_MAX
+) -> Tensor:
     """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1); of the shape of `amax`."""
-    scale = torch.div(torch.full_like(amax, code_max * scale_max), amax).clamp(max=FP32_MAX)
+    scale = torch.div(torch.full_like(amax, code_max * scale_max), amax).clamp(max=rounding.FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _scaled_to_grid(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
     """FP32 clamp(x * encode, -6, 6) of the formula at the top of this file."""
-    encode = (scales.to(torch.float32) * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
-    return scale_blocks(rows, encode).clamp_(-E2M1_MAX, E2M1_MAX)
+    encode = (scales.to(torch.float32) * tensor_scale.reciprocal()).reciprocal().clamp(max=rounding.FP32_MAX)
+    return scale_blocks(rows, encode).clamp_(-rounding.E2M1_MAX, rounding.E2M1_MAX)
 
 
 def _block_error(
@@ -101,8 +95,8 @@ def _block_error(
     squared: errors are first multiplied by a power of two that brings amax near 1, so that squares do not underflow.
     """
     guard = overflow_guard(amax)
-    decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
-    decoded = decoded * (amax * guard) / torch.full_like(amax, E2M1_MAX * FOUR_OVER_SIX_SCALE_MAX)
+    decoded = rounding.round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
+    decoded = decoded * (amax * guard) / torch.full_like(amax, rounding.E2M1_MAX * FOUR_OVER_SIX_SCALE_MAX)
     difference = (decoded - rows.unflatten(-1, (-1, 16)) * guard).abs()
     if squared:
         difference = difference * _inverse_power_of_two(amax)

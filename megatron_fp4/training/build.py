@@ -22,6 +22,7 @@ from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.precision import support
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.plan import (
@@ -35,15 +36,6 @@ from megatron_fp4.precision.plan import (
 )
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.support import (
-    BackendChoice,
-    check_sizes,
-    choose_backend,
-    precisions_by_key,
-    refuse_nothing_quantized,
-    refuse_sums,
-    validate_precision,
-)
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -68,14 +60,14 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
         WSDSchedule.of(config).switch_step(config.precision.switch.when)
     with configuration_errors("data.phases: "):
         data.phases(config)
-    for key, precision in precisions_by_key(config).items():
+    for key, precision in support.precisions_by_key(config).items():
         models.check_exceptions(precision.exceptions, key)
-        validate_precision(precision, device_type, key)
-    refuse_sums(config)
+        support.validate_precision(precision, device_type, key)
+    support.refuse_sums(config)
     with configuration_errors():
         plans = plans_by_key(config, models)
-        for key, precision in precisions_by_key(config).items():
-            refuse_nothing_quantized(plans[key], precision, key)
+        for key, precision in support.precisions_by_key(config).items():
+            support.refuse_nothing_quantized(plans[key], precision, key)
     plans_of(config, models)
 
 
@@ -83,14 +75,14 @@ def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
     """The plan of each of `precisions_by_key`, without regard to the scope of the switch, with the same parts of packed
     projections. Raises ValueError."""
     model, shapes, plans = config.model, models.linear_shapes(config.model), {}
-    precisions = precisions_by_key(config)
+    precisions = support.precisions_by_key(config)
     if any(HEAD in exception.names for precision in precisions.values() for exception in precision.exceptions):
         sizes = model.num_blocks, model.hidden_dim, model.vocab_size
         shapes = [*shapes, LinearShape(HEAD, *sizes, input_key="model.hidden_dim", title="the output head")]
     for key, precision in precisions.items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
         plans[key] = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
-        check_sizes(plans[key], config.parallel.tensor, config.precision.backend)
+        support.check_sizes(plans[key], config.parallel.tensor, config.precision.backend)
     return dict(zip(plans, same_parts(plans.values()), strict=True))
 
 
@@ -115,9 +107,9 @@ def execution_of(config: Config, models: ModelProvider) -> Any:
     return models.choose_execution(config, device_type_of(config))
 
 
-def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
+def backend_of(config: Config, models: ModelProvider) -> support.BackendChoice:
     """Which backend quantizes and multiplies on the run's device. Raises ConfigError."""
-    return choose_backend(config, device_type_of(config), plans_of(config, models))
+    return support.choose_backend(config, device_type_of(config), plans_of(config, models))
 
 
 def why_eager(config: Config, models: ModelProvider) -> str | None:

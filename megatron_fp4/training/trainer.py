@@ -42,17 +42,7 @@ from megatron_fp4.runtime.errors import ExitCode, printed_at_once
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.revision import changed_facts, made_by, revision
 from megatron_fp4.runtime.signals import StopConditions
-from megatron_fp4.training.build import (
-    backend_of,
-    check,
-    configuration_errors,
-    execution_of,
-    graphs_for,
-    is_refusal,
-    load_data,
-    sharded_model,
-    why_eager,
-)
+from megatron_fp4.training import build
 from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer, optimizer_name
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
 from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
@@ -182,16 +172,16 @@ class Trainer:
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
         self.progress.at(0, "open the data")  # first, so that its errors come before minutes of initialization
-        with configuration_errors():
-            self.data = data.open_data(config, mesh, is_refusal)
+        with build.configuration_errors():
+            self.data = data.open_data(config, mesh, build.is_refusal)
             identity = run_identity(config, self.data.fingerprint)
         self.progress.at(0, "build the model")
-        backend = agreed_backend(backend_of(config, models))
-        execution = models.agreed_execution(execution_of(config, models))
+        backend = agreed_backend(build.backend_of(config, models))
+        execution = models.agreed_execution(build.execution_of(config, models))
         step_state = StepState(seed=config.run.seed)
-        self.model, self.precision = sharded_model(config, models, mesh, step_state, execution, backend.open())
+        self.model, self.precision = build.sharded_model(config, models, mesh, step_state, execution, backend.open())
         self.model.to_empty(device=mesh.device)
-        with configuration_errors():
+        with build.configuration_errors():
             self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
@@ -207,7 +197,7 @@ class Trainer:
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
             progress=self.progress,
         )
-        self.graphs = graphs_for(config, models, mesh, self.model, self.precision.linears, self.log.console.text)
+        self.graphs = build.graphs_for(config, models, mesh, self.model, self.precision.linears, self.log.console.text)
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
@@ -287,7 +277,7 @@ class Trainer:
         self.progress.at(0, "load")
         settings, checkpointer, state = self.config.checkpoint, self.checkpointer, self.precision.step_state
         given, allow = settings.initialize_from, settings.allow_mismatch
-        with configuration_errors():
+        with build.configuration_errors():
             resumed = checkpointer.resume(settings.resume, self.model, self.optimizer, state, allow_mismatch=allow)
             start = resumed.step if resumed else 0
             if given is not None:
@@ -303,7 +293,7 @@ class Trainer:
             self.load_state_dict(resumed.trainer, start)
             config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
             self._report_changes(resumed)
-        with configuration_errors():
+        with build.configuration_errors():
             self.data.check_epochs(self.config.data.max_epochs)
         return start
 
@@ -316,7 +306,7 @@ class Trainer:
         """`begin` from the checkpoint in `folder`, which may be of another run. Raises ConfigError if it does not fit,
         CheckpointError if it cannot be read."""
         parts = self.model, self.optimizer, self.precision.step_state
-        with configuration_errors():
+        with build.configuration_errors():
             resumed = self.checkpointer.load(folder, *parts, allow_mismatch=allow_mismatch)
             self.load_state_dict(resumed.trainer, resumed.step)
             self.data.check_epochs(self.config.data.max_epochs)
@@ -376,8 +366,8 @@ class Trainer:
         """Resume after `start` steps from the `state_dict` of a checkpoint. Raises ConfigError if the checkpoint is of
         other data, or after a precision switch that this run does not have."""
         where = f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "
-        with configuration_errors(where), well_formed("its trainer.json"):
-            load_data(self.data, state, start)
+        with build.configuration_errors(where), well_formed("its trainer.json"):
+            build.load_data(self.data, state, start)
             for callback in self.callbacks:
                 if callback.name:
                     callback.load_state_dict(state.get(callback.name))
@@ -517,12 +507,12 @@ def check_start(config: Config, models: ModelProvider, data: DataProvider) -> No
     """Raise ConfigError for the first reason not to start a run that this process can find before data is opened."""
     # A dry run may plan for another machine.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    check(config, models, data, place_in_run().world_size, device_type)
+    build.check(config, models, data, place_in_run().world_size, device_type)
     check_resume(config)
     check_baseline(config)
     if not config.run.dry:
-        execution_of(config, models)
-        why_eager(config, models)
+        build.execution_of(config, models)
+        build.why_eager(config, models)
 
 
 def any_rank(flag: bool, mesh: ParallelMesh) -> bool:

@@ -34,7 +34,7 @@ def make_job(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Make the first `times` calls of `write_shards` fail. Returns a list that grows by one with each call."""
     tries: list[int] = []
-    write = checkpointer.write_shards
+    write = checkpointer.shards.write_shards
 
     def sometimes(*arguments: Any) -> Any:
         tries.append(1)
@@ -42,7 +42,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
             raise FULL
         return write(*arguments)
 
-    monkeypatch.setattr(checkpointer, "write_shards", sometimes)
+    monkeypatch.setattr(checkpointer.shards, "write_shards", sometimes)
     return tries
 
 
