@@ -1,5 +1,4 @@
-"""Trains branches, a few steps of each recipe from a BF16 checkpoint, one after the other in one process: what
-`price.py` measures.
+"""Trains branches, a few steps of each recipe from a BF16 checkpoint, in one process: what `price.py` measures.
 
 Branches of one checkpoint begin with the same weights and moments and read the same tokens, so their losses of a step
 differ only by the quantization. From step to step the losses vary ten times as much. So

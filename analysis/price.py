@@ -1,5 +1,4 @@
-"""The cost of training in 4 bits: how many more tokens it takes to reach BF16's loss, and whether the faster step pays
-for them.
+"""The cost of training in 4 bits: how many more tokens reach BF16's loss, and whether the faster step pays for them.
 
 With BF16's loss after D tokens per parameter
 
@@ -109,8 +108,7 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
     """Fit a curve by least squares. tokens, losses: tokens per parameter and final losses of BF16 runs whose learning
     rate has decayed.
 
-    Raises ValueError for fewer than four different `tokens`, or if the losses do not follow such a curve with a
-    positive floor.
+    Raises ValueError for fewer than four different `tokens`, or losses that follow no such curve with a positive floor.
     """
     if len(set(tokens)) < 4:
         raise ValueError(
@@ -171,8 +169,7 @@ class RecipeCost:
     time: float | None
 
     def price(self, curve: Curve, tokens: float, left: float = 1.0) -> Range | None:
-        """The price in tokens; None if the gap has no interval. left: the share of the gap that remains after a
-        switch."""
+        """The price in tokens; None if the gap has no interval. left: the share that remains after a switch."""
         if self.nats is None or self.nats.half_width is None:
             return None
         ends = (self.nats.mean - self.nats.half_width, self.nats.mean + self.nats.half_width)

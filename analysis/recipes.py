@@ -100,8 +100,7 @@ def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
 def read_held_out(run_dir: Path) -> HeldOut:
     """The run in `run_dir`, finished or not.
 
-    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
-    config.yaml.
+    Raises FileNotFoundError without metrics.jsonl or config.yaml, and ValueError without a seed in config.yaml.
     """
     config_file, records = run_dir / "config.yaml", read_records(run_dir)
     if not config_file.exists():
@@ -249,8 +248,7 @@ def _wide(found: pd.DataFrame, source: str = MEAN, column: str = "percent") -> p
 
 
 def _noise(groups: Groups, base: str) -> pd.DataFrame:
-    """Statistics over the runs of the base, by tokens: the `mean` loss, the standard deviation in `percent` of it, the
-    `count`."""
+    """Over the runs of the base, by tokens: the `mean` loss, the standard deviation in `percent` of it, the `count`."""
     losses = [(tokens, of[MEAN]) for run in groups[base] for tokens, of in run.losses.items()]
     table = pd.DataFrame(losses, columns=["tokens", "loss"]).groupby("tokens")["loss"].agg(["mean", "std", "count"])
     return table.assign(percent=100 * table["std"] / table["mean"])
@@ -279,8 +277,7 @@ def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut]
 
 
 def of_another_curve(runs: Sequence[HeldOut], settings: Mapping[str, Any], whose: str) -> str:
-    """A warning if the `runs` of a curve have another model or text than `settings`, which are `whose`; otherwise
-    empty."""
+    """A warning if the `runs` of a curve have another model or text than `settings` of `whose`; else empty."""
     unlike = dict.fromkeys(of for run in runs for of in differences(run.settings, settings))
     other = [of for of in unlike if of.startswith(("model.", "data.kind", "data.sources"))]
     return f"--curve: its runs differ from {whose} in model or text: {', '.join(other)}\n" if other else ""

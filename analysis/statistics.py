@@ -130,8 +130,7 @@ def draw_estimates(
     """Draw estimates, the smallest on top, each with its name, its 95% interval and its numbers as ticks; returns
     `target`. A filled marker: the interval does not contain zero. Raises ValueError if there is none.
 
-    axis: the label of the axis. against: draw a dotted line at this row. noise: name and half width of a band around
-    zero.
+    axis: the label of the axis. against: a dotted line at this row. noise: name and half width of a band around zero.
     """
     if not rows:
         raise ValueError("nothing to draw: no finished run or recipe has a gap to the base")

@@ -43,9 +43,8 @@ class Model(NamedTuple):
 
 
 def models_of(texts: Sequence[str], config_dir: Path, trusted: bool = False) -> list[Model]:
-    """The models of these texts, each MODEL or NAME=MODEL. Without a name, a run's checkpoint
-    `runs/nvfp4/checkpoints/step_00000200` gets the name `nvfp4@200`, another folder its own name. trusted: whether the
-    paths that checkpoints name may be opened.
+    """The models of these texts, each MODEL or NAME=MODEL. Without one, a run's `runs/nvfp4/checkpoints/step_00000200`
+    gets the name `nvfp4@200`, another folder its own. trusted: whether the paths that checkpoints name may be opened.
 
     Raises ValueError for a model that does not exist, and for two models with the same name.
     """

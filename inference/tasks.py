@@ -4,8 +4,7 @@ Our tasks use the held-out documents of `data/builtin.py`, which no run on the b
 they work with any tokenizer. There are two tasks for each source, with their files in inference/task_files:
 
 `cloze`: choose the last word of a line, after up to 400 characters of context. The three wrong choices are last words
-of other held-out lines of the source, drawn at random. So right and wrong words have the same distribution, and word
-frequencies do not help. Guessing gives 25%.
+of other held-out lines, drawn at random. So word frequencies do not help. Guessing gives 25%.
 
 `bytes`: the log-probability of every token in passages of up to 2,000 characters, cut at line ends.
 

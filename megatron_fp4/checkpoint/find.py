@@ -72,8 +72,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint whose model, optimizer and generators were loaded (generators only if the same number of ranks saved
-    it).
+    """A checkpoint whose model, optimizer and generators were loaded (generators only if as many ranks saved it).
 
     trainer: as it was passed to `Checkpointer.save`. damaged: newer checkpoints that were damaged. origin: the
     checkpoint of another run that this run began from, if any. returned: checkpoints of later steps that were saved

@@ -13,9 +13,8 @@ All ranks decide alike how each weight is gathered. It is gathered as BF16 if th
 (BF16 blocks, after a precision switch, other formats), or if something reads the weight itself (a probe, a recheck).
 Codes are not gathered with stochastic rounding, with two sets of codes of W, or with four-over-six.
 
-The gathered parameter has the weight's shape, dtype and gradient, but no memory: it is one NaN, expanded, so that
-reading it by mistake is noticed. The codes are attached to it, and the linear takes them from there
-(`precision/operands.py`).
+A gathered parameter has the weight's shape, dtype and gradient, but no memory: it is one NaN, expanded, so a read by
+mistake is noticed. The codes are attached to it, and the linear takes them from there (`precision/operands.py`).
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ class ParallelMesh:
 
     @cached_property
     def partial_axes(self) -> list[str]:
-        """The axes whose ranks compute other tokens of a micro-batch, so that each has a part of the gradient of what
-        they hold in copies."""
+        """The axes whose ranks compute other tokens of a micro-batch, so each has a part of the gradient of copies."""
         inside_layers = [] if self.sequence_parallel else axes_of(self.device_mesh, "layers")
         return [name for name in axes_of(self.device_mesh, "tokens") if name not in inside_layers]
 

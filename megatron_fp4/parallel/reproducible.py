@@ -16,8 +16,7 @@ Between ranks, an all-to-all gives each rank its shard of all gradients (as many
 adds them. Then each reduced shard is summed over replicas in the same way. FSDP2 calls this instead of its
 reduce-scatter and, by a hook, of its all-reduce over replicas.
 
-The binary counter keeps as many extra FP32 gradients as a rank's tree has levels: complete ones with `once`, shards
-with `each`.
+The binary counter keeps as many FP32 gradients as its tree has levels: complete ones with `once`, shards with `each`.
 """
 
 from __future__ import annotations
