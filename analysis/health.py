@@ -27,7 +27,7 @@ from megatron_fp4.logging.console import counted, markdown
 from megatron_fp4.measure.diagnostics import PARTS, LinearMeasurement, Probe, ProbedCall, relative_error
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.operands import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import GEMMS, SLOTS, Recipe
+from megatron_fp4.precision.recipe import GEMMS, SLOTS
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.precision.verify import PRODUCT_ERROR
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -107,9 +107,8 @@ class Health:
     def verdict(self) -> str:
         """The verdict and its reasons."""
         if not self.worse and not self.unknown:
-            return (
-                f"HEALTHY: {counted(self.compared, 'product')} as specified on this machine, errors and loss as usual"
-            )
+            compared = counted(self.compared, "product")
+            return f"HEALTHY: {compared} as specified on this machine, errors and loss as usual"
         reasons = list(dict.fromkeys(self.wrong + self.unusual if self.worse else self.unknown))
         more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
         return "\n  ".join(["WORSE THAN USUAL" if self.worse else "NOT ESTABLISHED", *reasons[:_SHOWN], *more])
@@ -128,16 +127,19 @@ def judge(
             if fault := _fault(of, gemm, context):
                 wrong.append(f"{gemm} of {name} {fault}")
                 continue
-            usual = _usual(context.recipe, gemm)
-            if usual is None:
+            formats = {operand.format for operand in context.recipe.gemms[gemm].operands if operand.quantized}
+            if not formats <= USUAL.keys():
                 unknown.append(f"what errors are usual in {context.recipe.name}; products are as specified")
-            elif not (error <= usual[0] and abs(of.bias(gemm)) <= usual[1]):
+                continue
+            most_error, most_bias = max(USUAL[form] for form in formats)
+            if not (error <= most_error and abs(of.bias(gemm)) <= most_bias):
                 unusual.append(f"{gemm} of {name}: error {error:.3f}, bias {of.bias(gemm):+.3f}")
     gap = estimate([100 * (quantized / plain - 1) for quantized, plain in losses])
     low, high = (gap.mean + sign * (gap.half_width or 0.0) for sign in (-1, 1))
-    if not math.isfinite(gap.mean) or low > USUAL_GAP[1] or high < USUAL_GAP[0]:
+    least, most = USUAL_GAP
+    if not math.isfinite(gap.mean) or low > most or high < least:
         unusual.append(f"the loss in 4 bits is {gap.text()} above that in BF16")
-    elif gap.half_width is None or not (_inside(low, USUAL_GAP) and _inside(high, USUAL_GAP)):
+    elif gap.half_width is None or low < least or high > most:
         unknown.append(f"whether the loss is usual in 4 bits, {gap.text()}: give more --micro-batches")
     return Health(wrong, unusual, unknown, gap, sum(len(of.errors) for of in found.values()))
 
@@ -165,16 +167,6 @@ def report(health: Health, found: Mapping[str, LinearMeasurement]) -> str:
             "worst operands: " + ", ".join(f"{what} {snr:.1f} dB" for snr, what in worst_operands[:3]),
         ]
     )
-
-
-def _inside(number: float, limits: tuple[float, float]) -> bool:
-    return limits[0] <= number <= limits[1]  # False for NaN
-
-
-def _usual(recipe: Recipe, gemm: str) -> tuple[float, float] | None:
-    """The row of `USUAL` of the operands' coarsest format; None: a format has none."""
-    formats = {operand.format for operand in recipe.gemms[gemm].operands if operand.quantized}
-    return max(USUAL[name] for name in formats) if formats <= USUAL.keys() else None
 
 
 def _fault(of: LinearMeasurement, gemm: str, context: LinearContext) -> str:
