@@ -209,16 +209,14 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, check
                 kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
-        names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
-        exchanges = ("", "")
-        if mesh.experts is not None:
-            exchanges = "all-to-all", mesh.experts.group.group_name
-            (experts,) = axes_of(mesh.device_mesh, "experts")
-            names[mesh.shards.get_group().group_name] = ROWS  # with one rank along `dp` also the group of `ep`
+        names: dict[Any, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
+        if mesh.experts is not None:  # with one rank along `dp` both have the same group
+            names["all-to-all", mesh.experts.group.group_name] = axes_of(mesh.device_mesh, "experts")[0]
+            names[mesh.shards.get_group().group_name] = ROWS
 
         def named(message: Message) -> Message:
-            exchanged = (message.operation, message.group) == exchanges
-            return replace(message, group=experts if exchanged else names.get(message.group, "all ranks"))
+            axis = names.get((message.operation, message.group)) or names.get(message.group, "all ranks")
+            return replace(message, group=axis)
 
         sent = [(part, named(message)) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
