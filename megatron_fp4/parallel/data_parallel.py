@@ -289,7 +289,7 @@ class ShardedModel(GatheredModel):
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
-        """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them. A collective."""
+        """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them."""
         for parameter in self.parameters:  # initialization and loading may have replaced the shards
             parameter.shard = parameter.module._parameters[parameter.name]  # type: ignore[assignment]
         ahead, self.ahead = self.ahead, None
@@ -305,8 +305,7 @@ class ShardedModel(GatheredModel):
 
     @torch.no_grad()
     def gather_ahead(self) -> None:
-        """Fill the buffers with the parameters of all ranks, without waiting for that. A collective. If weights do not
-        change before the next step, its caller sets `ahead` to their version."""
+        """Fill the buffers with the parameters of all ranks, without waiting for that."""
         with self._beside():
             self._maxima.measure()
             for bucket in self._buckets:
@@ -342,11 +341,11 @@ class ShardedModel(GatheredModel):
                 gathered.grad = None
 
     def prepare(self, is_first: bool, is_last: bool) -> None:
-        """Before a micro-batch runs eagerly: after the last one's backward pass of a bucket this is reduced."""
+        """In the last micro-batch a bucket is reduced as soon as its gradients are complete."""
         self._is_last = is_last
 
     def reduce(self) -> None:
-        """Add the gradients of all ranks to those of the shards, which are there after `release`. A collective."""
+        """Reduce the buckets that are left. The result is there after `release`."""
         self._reduce_from(-1)
         assert all(parameter.gathered.grad is None for parameter in self.parameters), (
             "a module that is registered after the last unit runs earlier"

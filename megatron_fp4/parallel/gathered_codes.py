@@ -50,8 +50,7 @@ class WeightCodes:
         rows: Callable[[], Tensor],
     ) -> None:  # fmt: skip
         self.context, self.spec, self.dtype, self.rows, self.as_codes = context, spec, dtype, rows, False
-        self.num_rows, self.num_columns = size
-        self.shards = shards
+        (self.num_rows, self.num_columns), self.shards = size, shards
         self.chunk = -(-self.num_rows // shards.size())  # rows per rank; the last ranks have fewer
         self.blocks = self.all_blocks = RowBlocks("nvfp4", self.num_rows, self.num_rows, 0, 0)
         self.maxima: Tensor | None = None

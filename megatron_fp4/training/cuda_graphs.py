@@ -63,9 +63,7 @@ class GpuGraph:
                 self.result = function()
         finally:
             torch.cuda.set_stream(stream)  # after a failed capture, torch leaves its own stream set
-
-    def replay(self) -> None:
-        self._graph.replay()
+        self.replay = self._graph.replay
 
 
 class MicroBatchGraphs:
@@ -87,10 +85,8 @@ class MicroBatchGraphs:
     ) -> None:
         self._model, self._mesh, self._linears = model, mesh, dict(linears)
         self._required, self._warn, self._capture = required, warn, capture
-        self._failed = False
+        self._failed, self._eager_steps, self._num_micro_batches = False, 0, 0
         self._signature: Any = None
-        self._eager_steps = 0
-        self._num_micro_batches = 0
         self._keys = DeviceKeys({}, mesh.device)
         self._forget()
 
@@ -272,7 +268,5 @@ class MicroBatchGraphs:
 
 def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     """Whether micro-batches differ only in tokens and targets."""
-    shape = micro_batches[0].tokens.shape
-    return all(
-        batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
-    )
+    kinds = {(batch.tokens.shape, batch.documents is None and batch.num_targets is None) for batch in micro_batches}
+    return kinds == {(micro_batches[0].tokens.shape, True)}
