@@ -62,11 +62,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with run.dir and overrides; it must end with `code`. Returns what it printed."""
-
-    def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
-        return printed_by([*FEW, *data, f"run.dir={run_dir}", *overrides], capsys, code)
-
-    return start
+    return lambda run_dir, *given, code=0: printed_by([*FEW, *data, f"run.dir={run_dir}", *given], capsys, code)
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

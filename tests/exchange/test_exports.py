@@ -264,11 +264,7 @@ Start = Callable[..., str]
 def start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with overrides; it must end with `code`. Returns what it printed."""
     data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
-
-    def start(*overrides: str, code: int = 0) -> str:
-        return printed_by([*FEW, *data, *overrides], capsys, code)
-
-    return start
+    return lambda *overrides, code=0: printed_by([*FEW, *data, *overrides], capsys, code)
 
 
 @pytest.mark.slow

