@@ -13,14 +13,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 # What every run imports -> its package.
-_NEEDED = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "hydra": "hydra-core",
-    "omegaconf": "omegaconf",
-    "pydantic": "pydantic",
-    "yaml": "pyyaml",
-    "rich": "rich",
+_NEEDED = {"hydra": "hydra-core", "yaml": "pyyaml"} | {
+    n: n for n in ("torch", "numpy", "omegaconf", "pydantic", "rich")
 }
 
 
@@ -51,11 +45,8 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
             with contextlib.suppress(OSError):  # a pipe without a reader
                 os.write(1, f"megatron_fp4 {__version__}: importing PyTorch takes some seconds\n".encode())
         return None
-    from megatron_fp4.config.compose import (
-        compose_config,
-        show_info,
-        to_yaml,
-    )  # and with it Hydra, for which no version waits
+    # With it Hydra, for which no version waits.
+    from megatron_fp4.config.compose import compose_config, show_info, to_yaml
     from megatron_fp4.config.help import help_text
     from megatron_fp4.config.schema import ConfigError
 

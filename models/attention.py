@@ -65,11 +65,7 @@ _SHARED_MEMORY_KIB = 227
 
 
 def attend(
-    q_bshd: Tensor,
-    k_bsgd: Tensor,
-    v_bsgd: Tensor,
-    documents: Documents | None = None,
-    order: tuple[SDPBackend, ...] = (),
+    q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None, order: Sequence[SDPBackend] = ()
 ) -> Tensor:
     """Causal attention [b, s, h, d]; query heads share KV heads in order.
 
@@ -324,16 +320,10 @@ class Attention(Mixer):
 
 
 def split_heads(
-    layout: Layout,
-    groups: int,
-    sequence_length: int,
-    head_dim: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    *parts_td: Tensor,
+    layout: Layout, groups: int, length: int, head_dim: int, cos: Tensor | None, sin: Tensor | None, *parts_td: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [b, s, h, d], k and v [b, s, g, d], contiguous, from the result of `qkv_proj`; rotated if there are tables."""
-    parts_bsf = [part.unflatten(0, (-1, sequence_length)) for part in parts_td]
+    parts_bsf = [part.unflatten(0, (-1, length)) for part in parts_td]
     q, k, v = sections_of(parts_bsf, layout, groups, *"qkv")
     q = q.unflatten(-1, (-1, head_dim)).flatten(2, 3)
     if cos is not None and sin is not None:

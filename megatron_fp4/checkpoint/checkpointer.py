@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron_fp4.checkpoint import files, find, shards
 from megatron_fp4.checkpoint.files import FileRecord, Manifest, Origin
@@ -156,7 +157,7 @@ class Checkpointer:
 
     # Saving
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Reserve the host memory: this rank's share of weights and moments. `reports` page-locks it.
 
         Raises RefusedError on all ranks if a machine does not have enough.
@@ -179,7 +180,7 @@ class Checkpointer:
         self,
         step: int,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         trainer: Mapping[str, Any],
         *,
         consumed_samples: int,
@@ -395,13 +396,7 @@ class Checkpointer:
     # Loading
 
     def resume(
-        self,
-        resume: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        step_state: StepState,
-        *,
-        allow_mismatch: bool,
+        self, resume: str, model: nn.Module, optimizer: Optimizer, step_state: StepState, *, allow_mismatch: bool
     ) -> find.Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
@@ -449,13 +444,7 @@ class Checkpointer:
         return self.initialized_from
 
     def load(
-        self,
-        folder: Path | None,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        step_state: StepState,
-        *,
-        allow_mismatch: bool,
+        self, folder: Path | None, model: nn.Module, optimizer: Optimizer, state: StepState, *, allow_mismatch: bool
     ) -> find.Resumed:
         """Load weights, moments and generators of a checkpoint. folder: None: the checkpoint of `last_step`.
 
@@ -475,7 +464,7 @@ class Checkpointer:
         self._check_identity(folder, manifest, allow_mismatch)
         trainer = shards.load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
         self._last = folder, manifest.step
-        step_state.weights_version += 1
+        state.weights_version += 1
         return find.Resumed(folder, manifest, trainer)
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
@@ -95,7 +96,7 @@ class OwnPiece(NamedTuple):
     common: bool = False
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The live tensors of a run, sharded. Writing into them changes the run."""
     # In this order: model.state_dict() leaves a model of FSDP2 sharded, as optimizer_state needs it.
     return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
@@ -360,12 +361,7 @@ def load_tensors(folder: Path, manifest: Manifest, state: dict[str, Any], sync: 
 
 
 def load_checkpoint(
-    folder: Path,
-    manifest: Manifest,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sync: RankSync,
-    device: torch.device,
+    folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizer, sync: RankSync, device: torch.device
 ) -> dict[str, Any]:
     """Read a checkpoint into model, optimizer and generators. A collective. Returns the trainer's state.
 

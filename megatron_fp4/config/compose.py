@@ -65,12 +65,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
 
 
 def config_from_saved(
-    saved: Mapping[str, Any],
-    overrides: Sequence[str],
-    config_dir: str | Path,
-    *,
-    opens_data: bool = True,
-    trusted: bool = False,
+    saved: Mapping[str, Any], overrides: list[str], config_dir: Path, *, opens_data: bool = True, trusted: bool = False
 ) -> Config:
     """The configuration `saved` (`as_saved` of a run's `Config`, read from JSON), changed by `overrides`.
 

@@ -132,13 +132,7 @@ def open_run(text: str | Path) -> RunFolder:
     records = read_records(path)
     if not any(record["kind"] == "step" for record in records):
         raise ValueError(f"{path / METRICS_FILE} has no training steps yet; try again when the run has made some")
-    return RunFolder(
-        name=name,
-        path=path,
-        records=records,
-        config=read_mapping(path / "config.yaml"),
-        state=read_mapping(path / "state.json"),
-    )
+    return RunFolder(name, path, records, read_mapping(path / "config.yaml"), read_mapping(path / "state.json"))
 
 
 def open_runs(texts: Sequence[str | Path]) -> list[RunFolder]:

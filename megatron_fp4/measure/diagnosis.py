@@ -64,11 +64,7 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    mesh: ParallelMesh,
-    step_state: StepState,
-    global_batch: GlobalBatch = ALONE,
+    model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, global_batch: GlobalBatch = ALONE
 ) -> NonFiniteReport:
     """Run forward and backward of one micro-batch of each rank again, and report where numbers stop being finite.
 
@@ -91,7 +87,7 @@ def find_nonfinite(
         for name, module in model.named_modules():
             hook = module.register_forward_hook(partial(after_forward, name or "the model (its loss)"))
             hooks.callback(hook.remove)
-        accumulate(model, [micro_batch], mesh, step_state, global_batch=global_batch)
+        accumulate(model, [batch], mesh, step_state, global_batch=global_batch)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):
             report.gradients.append(name)

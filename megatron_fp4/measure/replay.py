@@ -114,11 +114,7 @@ def replay(
 
 
 def compute(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    global_batch: GlobalBatch,
-    mesh: ParallelMesh,
-    controller: PrecisionController,
+    model: nn.Module, batch: MicroBatch, global_batch: GlobalBatch, mesh: ParallelMesh, controller: PrecisionController
 ) -> Trace:
     """Run forward and backward of a micro-batch of the step's `global_batch`; returns checksums of all results."""
     trace = Trace()
@@ -134,7 +130,7 @@ def compute(
         trace.add(f"weights of {name}", parameter)
     forget()
     with trace.of(model):
-        accumulate(model, [micro_batch], mesh, controller.step_state, global_batch=global_batch)
+        accumulate(model, [batch], mesh, controller.step_state, global_batch=global_batch)
     forget()
     return trace
 

@@ -8,14 +8,5 @@ from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import Place, RoundingKey, Span, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
-__all__ = [
-    "NVFP4Tensor",
-    "Place",
-    "QuantizedTensor",
-    "RoundingKey",
-    "Span",
-    "quantize",
-    "quantize_nvfp4",
-    "random_hadamard_transform",
-    "rounding_key",
-]
+__all__ = ["NVFP4Tensor", "Place", "QuantizedTensor", "RoundingKey", "Span"]
+__all__ += ["quantize", "quantize_nvfp4", "random_hadamard_transform", "rounding_key"]
