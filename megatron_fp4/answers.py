@@ -13,9 +13,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 # What every run imports -> its package.
-_NEEDED = {"hydra": "hydra-core", "yaml": "pyyaml"} | {
-    n: n for n in ("torch", "numpy", "omegaconf", "pydantic", "rich")
-}
+_NEEDED = {name: name for name in ("torch", "numpy", "hydra", "omegaconf", "pydantic", "yaml", "rich")}
+_NEEDED |= {"hydra": "hydra-core", "yaml": "pyyaml"}
 
 
 def missing_packages(but: str | None = None) -> str | None:

@@ -704,7 +704,12 @@ class Recheck:
         return made
 
     def product(
-        self, gemm: str, multiply: Callable[[], Tensor], sides: tuple, total: Tensor | None, groups: RowGroups | None
+        self,
+        gemm: str,
+        multiply: Callable[[], Tensor],
+        sides: tuple[Any, Any],
+        total: Tensor | None,
+        groups: RowGroups | None,
     ) -> Tensor:
         """Compute a product with `multiply`, and compare it."""
         what = f"{gemm} product" if total is None else f"{gemm} product added to a gradient"
