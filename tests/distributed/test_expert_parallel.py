@@ -110,7 +110,7 @@ def test_experts_on_several_ranks_train_like_those_on_one(precision: str) -> Non
     """Ranks together have just the codes of one: of expert, micro-batch and GEMM."""
     [[(losses, norms, tensors, codes)]] = launch(trained, 1, [ONE], precision)
     assert bool(codes) == (precision != "fp32")
-    for world, layouts in LAYOUTS.items():
+    for world, layouts in (LAYOUTS if precision == "nvfp4" else {4: [Layout(4, expert=2)]}).items():
         for of_ranks in zip(*launch(trained, world, layouts, precision), strict=True):
             assert sum((rank[3] for rank in of_ranks), Counter()) == codes
             for other_losses, other_norms, other_tensors, _ in of_ranks:
