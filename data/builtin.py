@@ -78,9 +78,7 @@ def check_builtin(data: Any) -> None:
     """Raise ValueError for settings in a configuration's `data` that only the kind `indexed` has."""
     for key in ("sources", "validation", "tokenizer", "eod_token"):
         if value := getattr(data, key):
-            raise ValueError(
-                f"data.{key}={value} has no effect with data.kind=builtin; choose data=indexed for your data"
-            )
+            raise ValueError(f"data.{key}={value} has no effect with data.kind=builtin; use data=indexed for your data")
 
 
 def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:

@@ -257,9 +257,7 @@ class MicroBatchLoader:
         one = next(iter(self.sources.values()))
         now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
         keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
-        found = [
-            f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if value != saved[key]
-        ]
+        found = [f"{keys[key]} was {saved[key]} and is now {new}" for key, new in now.items() if new != saved[key]]
         if isinstance(self.schedule, MegatronSchedule) and "megatron" in saved:
             found += self.schedule.layout_differences(saved["megatron"], consumed)
         current = self.schedule.description()

@@ -66,14 +66,12 @@ def phase_boundaries(
             raise ValueError(f"phase {phase.name!r} has {' and '.join(found)}; give one length")
         lengths.append(next(iter(found.values()), None))
     rest = num_steps - sum(length for length in lengths if length is not None)
-    open_ones = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
-    if len(open_ones) > 1:
-        raise ValueError(
-            f"the phases {' and '.join(open_ones)} have no length; give all but one steps, tokens or a share"
-        )
+    unset = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
+    if len(unset) > 1:
+        raise ValueError(f"the phases {' and '.join(unset)} have no length; give all but one steps, tokens or a share")
     tolerance = 1e-6 * num_steps if all(phase.fraction is not None for phase in phases) else 0.5
-    if rest < 0.5 if open_ones else abs(rest) >= tolerance:
-        named = ", ".join(phase.name for phase in phases if phase.name not in open_ones)
+    if rest < 0.5 if unset else abs(rest) >= tolerance:
+        named = ", ".join(phase.name for phase in phases if phase.name not in unset)
         raise ValueError(
             f"the phases {named} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
             "train.steps. One phase may have no length: it gets the rest"

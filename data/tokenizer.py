@@ -547,9 +547,7 @@ def _read_ranks(
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise ValueError(
-                f"{file}:{number} is no token in base64 with its rank; give a complete rank file"
-            ) from error
+            raise ValueError(f"{file}:{number} is no token in base64 with its rank; give a whole rank file") from error
     settings_file = file.with_suffix(".json")
     try:
         settings = json.loads(read(settings_file))

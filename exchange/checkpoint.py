@@ -21,7 +21,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError, checkpoint_in
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
+from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.execution import PLAIN
@@ -50,9 +50,7 @@ class Checkpoint:
                 pass
         self.trainer = files.read_trainer(folder, self.manifest)
         self._metadata: Metadata = read_metadata(self.file(METADATA))
-        self.config: Config = config_from_saved(
-            self.trainer["config"], [], config_dir, opens_data=False, trusted=trusted
-        )
+        self.config = config_from_saved(self.trainer["config"], [], config_dir, opens_data=False, trusted=trusted)
         check_model(self.config.model)
         self.tensors: dict[str, torch.Size] = {
             name.removeprefix(_PREFIX): saved.size

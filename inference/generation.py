@@ -218,12 +218,10 @@ def lower_weights(model: HybridModel, dtype: torch.dtype) -> None:
     those that must stay FP32. BF16 takes half the memory of FP32."""
     kept = {id(p) for unit in model.fp32_units() for p in unit.parameters()}
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in kept and parameter.dtype != dtype:
-                assert isinstance(parameter, DTensor)
-                local = DTensor.from_local(
-                    parameter.to_local().detach().to(dtype), parameter.device_mesh, parameter.placements
-                )
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in kept and weight.dtype != dtype:
+                assert isinstance(weight, DTensor)
+                local = DTensor.from_local(weight.to_local().detach().to(dtype), weight.device_mesh, weight.placements)
                 module.register_parameter(name, nn.Parameter(local, requires_grad=False))
 
 

@@ -140,9 +140,7 @@ def make_items(documents: Sequence[builtin.Document]) -> dict[str, list[dict[str
     for source in (builtin.CODE, builtin.PROSE):
         chosen = [document for document in held_out if document.source == source]
         items[f"{CLOZE}_{source}"] = _cloze(chosen)
-        passages = [
-            (f"{d.origin}/{number}", d.origin, text) for d in chosen for number, text in enumerate(_passages(d))
-        ]
+        passages = [(f"{d.origin}/{n}", d.origin, text) for d in chosen for n, text in enumerate(_passages(d))]
         picked = sorted(passages, key=lambda passage: _hash(f"{BYTES}/{passage[0]}/{passage[2]}"))[:BYTES_ITEMS]
         items[f"{BYTES}_{source}"] = [{"origin": origin, "text": text} for _, origin, text in picked]
     return items

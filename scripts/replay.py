@@ -184,9 +184,7 @@ def begin(trainer: Trainer, origin: Path, start: int) -> None:
     if start:
         trainer.begin_from(origin)
         if changes := trainer.data.loader.changes:
-            raise ConfigError(
-                f"the data is not that of these steps: {'; '.join(changes)}; name the old data.sources=..."
-            )
+            raise ConfigError(f"the data is not that of these steps: {'; '.join(changes)}; name the old data.sources")
         return
     if (begun := Origin.of(read_trainer(origin, read_manifest(origin)), "initialized_from")) is not None:
         parts = trainer.model, trainer.precision.step_state

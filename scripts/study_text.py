@@ -74,9 +74,7 @@ class Source(NamedTuple):
 
     def wants(self, path: str) -> bool:
         drawn = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4]) / 2**32
-        return (
-            path.endswith(SUFFIXES[self.kind]) and drawn < float(self.share) and re.search(self.paths, path) is not None
-        )
+        return path.endswith(SUFFIXES[self.kind]) and drawn < float(self.share) and bool(re.search(self.paths, path))
 
 
 def main(arguments: list[str]) -> int:

@@ -494,9 +494,7 @@ def _hub_tasks(name: str, split: str, field: str, subset: str | None) -> Tasks:
     where = " ".join(filter(None, (name, subset, split)))
 
     def batches() -> Iterator[tuple[int, list[Any]]]:
-        table = _call_datasets(
-            where, lambda datasets: datasets.load_dataset(name, subset, split=split, streaming=streams)
-        )
+        table = _call_datasets(where, lambda hub: hub.load_dataset(name, subset, split=split, streaming=streams))
         if names := table.column_names:  # some streams do not know their columns before they are read
             table = table.select_columns([_column(where, field, names)])
         rows = table.with_format("arrow").iter(_ROWS_AT_ONCE)

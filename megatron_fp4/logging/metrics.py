@@ -204,9 +204,7 @@ class MetricsWriter:
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """The last `validation` record of the run in `run_dir` up to `step` steps; None if there is none."""
-    return next(
-        reversed([record for record in log_files.records_of(run_dir, "validation") if record["step"] <= step]), None
-    )
+    return next(reversed([each for each in log_files.records_of(run_dir, "validation") if each["step"] <= step]), None)
 
 
 def finite(value: Any) -> Any:

@@ -273,9 +273,7 @@ class ResidualStream:
         """Block -> root mean square, over all ranks. A collective, and a host sync."""
         sums = torch.stack([*self._sums.values()])
         dist.all_reduce(sums)
-        return {
-            name: math.sqrt(square / count) for name, (square, count) in zip(self._sums, sums.tolist(), strict=True)
-        }
+        return {name: math.sqrt(total / count) for name, (total, count) in zip(self._sums, sums.tolist(), strict=True)}
 
 
 class ProbedCall:

@@ -346,9 +346,7 @@ class EmulatedBackend(Backend):
         total: Tensor | None = None,
     ) -> Tensor:
         """As `Backend.grouped_gemm`: by the grouped kernels, or a `gemm` for each segment."""
-        sides = [
-            side if isinstance(side.values, BlockScaled) else replace(side, values=side.unpacked()) for side in (a, b)
-        ]
+        sides = [of if isinstance(of.values, BlockScaled) else replace(of, values=of.unpacked()) for of in (a, b)]
         left, right = (side.main for side in sides)
         plain = all(isinstance(side.values, Tensor) and side.values.dtype == torch.bfloat16 for side in sides)
         plain = plain and (self.sums == "fp32" or not a.quantized or not b.quantized)

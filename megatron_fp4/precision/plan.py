@@ -330,9 +330,7 @@ def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[L
                 f"{key}.exceptions[{i}].sections has {unknown[0]!r}, which is no section of the linears "
                 f"{exception.names}; {have}"
             )
-        matched = [
-            (shape, name) for shape in named for name in _names(shape) if _first_exception(shape, [exception], name)
-        ]
+        matched = [(row, name) for row in named for name in _names(row) if _first_exception(row, [exception], name)]
         firsts = {first[0] for shape, name in matched if (first := _first_exception(shape, exceptions, name))}
         if matched and i not in firsts and not exception.optional:
             earlier = " and ".join(f"{key}.exceptions[{first}]" for first in sorted(firsts))

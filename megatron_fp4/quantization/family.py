@@ -128,9 +128,7 @@ class Member(NamedTuple):
                 wanted = maxima / torch.full_like(maxima, element.largest)
             else:
                 if self.scope == "128":
-                    tensor_scale, decode = (
-                        part.repeat_interleave(128 // block[1], dim=1) for part in (tensor_scale, decode)
-                    )
+                    tensor_scale, decode = (t.repeat_interleave(128 // block[1], dim=1) for t in (tensor_scale, decode))
                 factor = tensor_scale * torch.full_like(tensor_scale, element.largest).reciprocal()
                 wanted, inverse = maxima * factor, tensor_scale.reciprocal()
             if self.scale == "e8m0":

@@ -66,9 +66,7 @@ class Validation(AtValidation):
         trainer.make_room()
         trainer.progress.at(done, "validation")
         size = trainer.config.train.micro_batch_size
-        batches = {
-            held_out.name: held_out.batches(size, mesh.batch.rank, mesh.batch.size) for held_out in data.validation
-        }
+        batches = {each.name: each.batches(size, mesh.batch.rank, mesh.batch.size) for each in data.validation}
         losses = evaluate(trainer.model, batches, mesh, trainer.precision.step_state, trainer.progress)
         trainer.log.validation(done, trainer.tokens(done), losses, data.bits_per_byte(losses))
 
