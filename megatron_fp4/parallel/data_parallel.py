@@ -7,8 +7,6 @@ messages between them:
     micro-batches                  read the buffers, which keep their addresses, so that CUDA graphs can
     after the last one             add up the FP32 gradients over ranks, each rank those of its rows
 
-On a GPU messages run beside the computation, a bucket of parameters at a time (`ShardedModel`).
-
 Between steps the modules have the shards: FP32 masters, which the optimizer and checkpoints see, as DTensors placed as
 FSDP2 places them. While `gathered_parameters` is entered, the modules have parameters in the buffers. Mamba-2's A, D
 and dt bias are gathered in FP32, weights of quantized linears as 4-bit codes if nothing reads more of them
@@ -30,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,7 +79,7 @@ def apply_data_parallel(
     elif reshard or mesh.reduce_each:
         gathered = FsdpModel(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
     else:
-        gathered = ShardedModel(model, mesh, units, fp32_units, compute_dtype)
+        gathered = ShardedModel(model, mesh, fp32_units, compute_dtype)
     model._gathered_model = gathered  # type: ignore[assignment]
     if mesh.batch.size > 1:
         model.register_forward_pre_hook(_assert_gathered)
@@ -119,17 +116,16 @@ def _assert_gathered(model: nn.Module, *_: Any) -> None:
 class ShardedParameter:
     """A parameter: this rank's shard of its rows, and the buffers into which all rows are gathered.
 
-    module, name: where it is. start: the number of the unit that uses it; -1: it may be used before all units; the
-    number of units: after them. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of
-    the weight of a quantized linear. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
+    module, name: where it is. shards: the ranks that hold its other rows. dtype: of the gathered values. codes: of the
+    weight of a quantized linear. gathered: the parameter in the buffers, padded to `chunk` rows of every rank.
     """
 
-    def __init__(self, module: nn.Module, name: str, start: int, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, name: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         parameter = module._parameters[name]
         assert parameter is not None
         if not parameter.dim():
             raise ValueError(f"the parameter {name} has no rows to shard; give it one dimension")
-        self.module, self.name, self.start, self.dtype = module, name, start, dtype
+        self.module, self.name, self.dtype = module, name, dtype
         local, self.shards = local_part(parameter), _shards_of(parameter, mesh)
         ranks, rank = self.shards.size(), self.shards.get_local_rank()
         self.size, self.num_rows, self.chunk = local.shape, len(local), -(-len(local) // ranks)
@@ -229,30 +225,22 @@ def _fits(bucket: Sequence[ShardedParameter], parameter: ShardedParameter) -> bo
 
 
 class ShardedModel(GatheredModel):
-    """Gathers the parameters of a model, and reduces their gradients. The arguments are those of `apply_data_parallel`.
-
-    Both by buckets of parameters, in the order of their `start`. On a GPU a stream does it beside the computation:
-    before the forward pass reaches the first unit of a bucket, it waits for the bucket's gather; when the backward pass
-    has left this unit, the bucket's gradients are complete. CUDA graphs wait for such events, and record them.
-    """
+    """Gathers the parameters of a model, and reduces their gradients, by buckets of parameters that share a message. The
+    arguments are those of `apply_data_parallel`."""
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelMesh, units: Sequence[nn.Module], fp32_units: Sequence[nn.Module],
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, mesh: ParallelMesh, fp32_units: Sequence[nn.Module], dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.mesh, fp32, self.parameters = mesh, {id(unit) for unit in fp32_units}, list[ShardedParameter]()
-        unit_of = {id(module): number for number, unit in enumerate(units) for module in unit.modules()}
-        num_left = len(unit_of)  # modules of units that are not passed yet
-        for module in model.modules():
-            start = unit_of.get(id(module), -1 if num_left or not units else len(units))
-            num_left -= id(module) in unit_of
-            for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
-                values = torch.float32 if id(module) in fp32 else dtype
-                self.parameters.append(ShardedParameter(module, name, start, mesh, values))
+        self.mesh, fp32 = mesh, {id(unit) for unit in fp32_units}
+        self.parameters = [
+            ShardedParameter(module, name, mesh, torch.float32 if id(module) in fp32 else dtype)
+            for module in model.modules()
+            for name in [name for name, parameter in module._parameters.items() if parameter is not None]
+        ]
         self._buckets: list[list[ShardedParameter]] = []
         filling: dict[DeviceMesh, list[ShardedParameter]] = {}
-        for parameter in sorted(self.parameters, key=lambda parameter: parameter.start):
+        for parameter in self.parameters:
             bucket = filling.get(parameter.shards)
             if bucket is None or not _fits(bucket, parameter):
                 bucket = filling[parameter.shards] = []
@@ -261,41 +249,15 @@ class ShardedModel(GatheredModel):
         self.codes = [parameter.codes for parameter in self.parameters if parameter.codes is not None]
         if mesh.reproducible:
             self.tree = GradientTree([partial(_gathered_of, bucket) for bucket in self._buckets])
-        self._is_last, self._num_unreduced = False, len(self._buckets)
-        self._stream = torch.cuda.Stream(mesh.device, priority=-1) if mesh.device.type == "cuda" else None
-        starts = {-1, *(bucket[0].start for bucket in self._buckets)}
-        self._filled, self._complete = ({start: _external_event(mesh) for start in starts} for _ in range(2))
-        self._signalled: set[int] = set()  # starts that the backward pass reports; kept for replays
-        model.register_forward_pre_hook(lambda *_: self._signalled.clear() if torch.is_grad_enabled() else None)
-        for start in starts - {-1, len(units)}:
-            units[start].register_forward_pre_hook(lambda _, inputs, at=start: self._reach(at, inputs[0]))
-        if units and len(units) in starts:
-            units[-1].register_forward_hook(lambda _, inputs, output: self._reach(len(units), output))
-
-    def _reach(self, start: int, hidden: Tensor | tuple[Tensor, ...]) -> None:
-        """The forward pass reaches unit `start` with this hidden state."""
-        self._filled[start].wait()
-        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
-        # A unit may run several times; its first run is the last one of the backward pass.
-        if torch.is_grad_enabled() and hidden.requires_grad and start not in self._signalled:
-            self._signalled.add(start)
-            hidden.register_hook(lambda _: self._leave(start))
-
-    def _leave(self, start: int) -> None:
-        """The backward pass has computed all gradients of the parameters from unit `start` on."""
-        self._complete[start].record()
-        if self._is_last:
-            self._reduce_from(start)
 
     @torch.no_grad()
     def gather(self, weights_version: int | None = None) -> None:
-        """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them."""
+        """Fill the buffers, unless `gather_ahead` has, and give the modules the parameters in them. A collective."""
         for parameter in self.parameters:  # initialization and loading may have replaced the shards
             parameter.shard = parameter.module._parameters[parameter.name]  # type: ignore[assignment]
         ahead, self.ahead = self.ahead, None
         if self._follow_reasons() or ahead is None or ahead != weights_version:
             self.gather_ahead()
-        self._filled[-1].wait()
         for parameter in self.parameters:
             parameter.show(parameter.gathered)
 
@@ -305,75 +267,40 @@ class ShardedModel(GatheredModel):
 
     @torch.no_grad()
     def gather_ahead(self) -> None:
-        """Fill the buffers with the parameters of all ranks, without waiting for that."""
-        with self._beside():
-            self._maxima.measure()
-            for bucket in self._buckets:
-                group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
-                messages = (part for parameter in bucket for part in parameter.message())
-                parts = [part.flatten().view(torch.uint8) for part in messages]
-                sizes, message = [len(part) for part in parts], torch.cat(parts)
-                received = start_all_gather(message, group, async_op=False).wait()
-                buffers = [buffer for one in bucket for buffer in one.buffers(ranks * one.chunk)]
-                out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
-                torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
-                self._filled[bucket[0].start].record()
-
-    @contextmanager
-    def _beside(self, event: Any = None) -> Iterator[None]:
-        """Inside, what is launched runs beside the computation, after `event` (None: after what is launched so far)."""
-        if self._stream is None:
-            yield
-            return
-        (event or torch.cuda.current_stream().record_event()).wait(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
+        """Fill the buffers with the parameters of all ranks. A collective. If weights do not change before the next
+        step, its caller sets `ahead` to their version."""
+        self._maxima.measure()
+        for bucket in self._buckets:
+            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
+            parts = [part.flatten().view(torch.uint8) for parameter in bucket for part in parameter.message()]
+            sizes, message = [len(part) for part in parts], torch.cat(parts)
+            received = start_all_gather(message, group, async_op=False).wait()
+            buffers = [buffer for parameter in bucket for buffer in parameter.buffers(ranks * parameter.chunk)]
+            out = [buffer.view(-1).view(torch.uint8).view(ranks, -1) for buffer in buffers]
+            torch.split_with_sizes_copy(received.view(ranks, -1), sizes, dim=1, out=out)
 
     def release(self) -> None:
-        """Give the modules the shards, drop what a failed step left of gradients, and let the current stream wait for
-        what runs beside it. The buffers stay."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self._is_last, self._num_unreduced = False, len(self._buckets)
+        """Give the modules the shards, and drop what a failed step left of gradients. The buffers stay."""
         for parameter in self.parameters:
             parameter.show(parameter.shard)
             for gathered, _ in parameter._gathered.values():
                 gathered.grad = None
 
-    def prepare(self, is_first: bool, is_last: bool) -> None:
-        """In the last micro-batch a bucket is reduced as soon as its gradients are complete."""
-        self._is_last = is_last
-
-    def reduce(self) -> None:
-        """Reduce the buckets that are left. The result is there after `release`."""
-        self._reduce_from(-1)
-        assert all(parameter.gathered.grad is None for parameter in self.parameters), (
-            "a module that is registered after the last unit runs earlier"
-        )
-
     @torch.no_grad()
-    def _reduce_from(self, start: int) -> None:
-        """Reduce the buckets of units from `start` on that are not reduced yet, from the last to the first."""
-        while self._num_unreduced and self._buckets[self._num_unreduced - 1][0].start >= start:
-            self._num_unreduced -= 1
-            self._reduce(self._num_unreduced)
-
-    def _reduce(self, index: int) -> None:
-        bucket, start = self._buckets[index], self._buckets[index][0].start
-        group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
-        # Which have a gradient is the same on all ranks.
-        trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
-        if not trained:
-            return
-        with self._beside(self._complete[start] if start in self._signalled else None):
-            read = [] if self.tree is None else self.tree.finish_group(index)
+    def reduce(self) -> None:
+        """Add the gradients of all ranks to those of the shards, and drop them. A collective."""
+        super().reduce()
+        for bucket in reversed(self._buckets):
+            group, ranks = bucket[0].shards.get_group(), bucket[0].shards.size()
+            # Which have a gradient is the same on all ranks.
+            trained = [parameter for parameter in bucket if parameter.gathered.grad is not None]
+            if not trained:
+                continue
             gradients = [local_part(parameter.gathered.grad) for parameter in trained]  # type: ignore[arg-type]
             sizes = [parameter.chunk * parameter.size[1:].numel() for parameter in trained]
             message = torch.empty(ranks, sum(sizes), device=self.mesh.device)
             torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=message)
-            for part in (*gradients, *read) if self._stream is not None else ():
-                part.record_stream(self._stream)  # type: ignore[arg-type]  # until then its memory is not reused
-            del gradients, read
+            del gradients
             for parameter in trained:
                 parameter.gathered.grad = None
             if self.mesh.reproducible:
@@ -389,13 +316,6 @@ class ShardedModel(GatheredModel):
 
 def _gathered_of(bucket: Sequence[ShardedParameter]) -> list[nn.Parameter]:
     return [parameter.gathered for parameter in bucket]
-
-
-def _external_event(mesh: ParallelMesh) -> Any:
-    """An event that a CUDA graph records or waits for as a node of its own. A CPU computes in order, and needs none."""
-    if mesh.device.type == "cuda":
-        return torch.cuda.Event(external=True)
-    return SimpleNamespace(record=lambda: None, wait=lambda: None)
 
 
 def _set_rounding_at_first_forward(model: nn.Module, rounding: Rounding, fp32_units: list[nn.Module]) -> None:

@@ -110,13 +110,12 @@ class GradientTree:
         for index in range(len(self._groups)):
             self.finish_group(index)
 
-    def finish_group(self, index: int) -> list[Tensor]:
-        """Add a group's sums to `.grad`, and drop them; returns them, for a caller whose stream still reads them."""
+    def finish_group(self, index: int) -> None:
+        """Add a group's sums to `.grad`, and drop them."""
         sums, self._sums[index] = self._sums[index], []
         gradients = _gradients(self._groups[index]()) if sums else []
         for _, older in reversed(sums):
             torch._foreach_add_(gradients, older)  # type: ignore[attr-defined]
-        return [part for _, older in sums for part in older]
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -13,9 +13,8 @@ parallel.reproducible every leaf of the tree of sums begins with the `first` gra
     steps            1, 2              3                                      4, 5, ...
     micro-batches    eager             the first two captured and replayed    replayed
 
-Data-parallel ranks gather weights and reduce gradients outside of graphs (parallel/data_parallel.py). A graph waits for
-events of the first and records events for the second, but has no messages of them, so each rank captures by itself, and
-one may fail to.
+Data-parallel ranks gather weights and reduce gradients outside of graphs (parallel/data_parallel.py). A graph has no
+messages of them, so each rank captures by itself, and one may fail to.
 
 The eager steps compile, tune and allocate, which a capture must not do. They already read their keys from device
 memory, so that they compile the same kernels as the graphs use. When shapes, the batch size, recipes or the addresses
