@@ -225,8 +225,8 @@ def _fits(bucket: Sequence[ShardedParameter], parameter: ShardedParameter) -> bo
 
 
 class ShardedModel(GatheredModel):
-    """Gathers the parameters of a model, and reduces their gradients, by buckets of parameters that share a message. The
-    arguments are those of `apply_data_parallel`."""
+    """Gathers the parameters of a model, and reduces their gradients, by buckets of parameters that share a message.
+    The arguments are those of `apply_data_parallel`."""
 
     def __init__(
         self, model: nn.Module, mesh: ParallelMesh, fp32_units: Sequence[nn.Module], dtype: torch.dtype

@@ -132,7 +132,7 @@ class DryRun:
 
     first, middle, last: the collectives of the step's first micro-batch, of each one in the middle and of the last one,
     with their number, as the first rank sees them. ends: of these, those over data-parallel ranks that nothing can
-    hide: the first all-gather and the last reduction.
+    hide: FSDP2's first all-gather and last reduction; without FSDP2 all.
     """
 
     memory: RankMemory
@@ -221,12 +221,14 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, check
         sent = [(part, named(message)) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
-        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent]))
+        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent], by_fsdp))
 
 
-def _ends(sent: Sequence[Message]) -> Counter[Message]:
-    """Messages over data-parallel ranks that nothing hides: the first all-gather, and the last reduction over shards
-    and over replicas."""
+def _ends(sent: Sequence[Message], by_fsdp: bool) -> Counter[Message]:
+    """Messages over data-parallel ranks that nothing hides: FSDP2's first all-gather, and its last reduction over
+    shards and over replicas; without FSDP2 all."""
+    if not by_fsdp:
+        return Counter(message for message in sent if message.group in BATCH_AXES)
     over_shards, over_replicas = {"all-gather": 0, "reduce-scatter": -1, "all-to-all": -1}, {"all-reduce": -1}
     ends: list[Message] = []
     for axis in (axis for axis in AXES if axis.name in BATCH_AXES):

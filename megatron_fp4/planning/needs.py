@@ -366,7 +366,7 @@ def _time_facts(
 
 
 def hidden_share(message: Message) -> float:
-    """The measured share beside computation. Data-parallel messages run beside GEMMs, but for `DryRun.ends`."""
+    """The measured share beside computation. FSDP2's messages run beside GEMMs, but for `DryRun.ends`."""
     if message.operation == "all-to-all" and message.group not in BATCH_AXES and message.beside == "GEMM":
         return _HIDDEN_EXCHANGE
     return _HIDDEN["GEMM" if message.group in BATCH_AXES else message.beside]

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel import data_parallel
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -34,17 +32,15 @@ def batches(step: int) -> list[ToyBatch]:
     return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
 
-def build(
-    mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState, config: ModelConfig = CONFIG
-) -> HybridModel:
+def build(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState) -> HybridModel:
     """A model, built as in a run. The first block's linears are quantized, the others in BF16."""
     with torch.device("meta"):
-        model = build_model(config, mesh, torch.bfloat16)
-    settings: dict[str, Any] = {"units": [*model.blocks, *model.mtp], "fp32_units": model.fp32_units()}
+        model = build_model(CONFIG, mesh, torch.bfloat16)
+    settings: dict[str, Any] = {"units": [*model.blocks], "fp32_units": model.fp32_units()}
     settings["ends"] = [model.embedding]
     apply(model, mesh, compute_dtype=torch.bfloat16, reshard=reshard, **settings)
     model.to_empty(device="cpu")
-    initialize(model, config, seed=0)
+    initialize(model, CONFIG, seed=0)
     for name, linear in model.linears():
         linear.context.step_state, linear.context.name = step_state, name
         linear.context.recipe = NVFP4 if name.startswith("blocks.0") else BF16
@@ -73,35 +69,17 @@ def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh
         assert torch.equal(local_part(mine), local_part(theirs)), name
 
 
-def without_overlap(model: HybridModel, mesh: ParallelMesh, *, units: Any, ends: Any, **settings: Any) -> None:
-    apply_data_parallel(model, mesh, units=[], **settings)
-
-
-def unreduced(gathered: Any) -> list[int]:
-    """How many buckets are left when a step's backward passes have ended, by step."""
-    left, reduce = list[int](), gathered.reduce
-
-    def counted() -> None:
-        left.append(getattr(gathered, "_num_unreduced", 0))
-        reduce()
-
-    gathered.reduce = counted
-    return left
-
-
-def on_ranks(
-    rank: int, parallel: ParallelConfig, config: ModelConfig, other: Callable[..., None]
-) -> list[tuple[list[Any], dict[str, tuple[Any, torch.Tensor]]]]:
-    """Six steps of gathering and reducing once, then by `other`: with a probe, an evaluation, a step in BF16, and a
+def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[str, tuple[Any, torch.Tensor]]]]:
+    """Six steps of gathering and reducing once, then by FSDP2: with a probe, an evaluation, a step in BF16, and a
     frozen parameter. Returns losses and norms, and placements and rows of weights and moments, of both."""
     outcomes = []
-    for apply in (apply_data_parallel, other):
+    for apply in (apply_data_parallel, shard_by_fsdp):
         mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
-        data_parallel._fits = lambda bucket, one: (
-            bucket[0].start == one.start
-        )  # gloo's order of sums depends on messages
-        model = build(mesh, apply, False, step_state, config)
-        sharded, left = model._gathered_model, unreduced(model._gathered_model)
+        model = build(mesh, apply, False, step_state)
+        if apply is apply_data_parallel:  # gloo's order of sums depends on the message
+            sharded, units = model._gathered_model, [set(one.modules()) for one in (*model.blocks, model.embedding)]
+            others = set(model.modules()).difference(*units)
+            sharded._buckets = [[p for p in sharded.parameters if p.module in unit] for unit in (*units, others)]
         model.blocks[0].norm.weight.requires_grad_(False)
         contexts = {name: linear.context for name, linear in model.linears() if name.startswith("blocks.0")}
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
@@ -128,8 +106,6 @@ def on_ranks(
             with Probe(once=True).attached(contexts if step == 1 else {}):
                 result = train_step(model, optimizer, given, mesh, step_state, step=step)
             numbers.append((result.loss, result.grad_norm))
-        if apply is apply_data_parallel:  # all but the embedding (and a head between units) are reduced beside it
-            assert set(left) == {1}
         tensors = {**dict(model.named_parameters()), **optimizer_state(model, optimizer)}
         placed = {n: (t._spec if isinstance(t, DTensor) else None, local_part(t)) for n, t in tensors.items()}
         outcomes.append((numbers, placed))
@@ -138,19 +114,17 @@ def on_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "config", "other"),
+    ("ranks", "parallel"),
     [
-        (3, ParallelConfig(), CONFIG, shard_by_fsdp),
-        (4, ParallelConfig(tensor=2), CONFIG, shard_by_fsdp),
-        (4, ParallelConfig(replicate=2), CONFIG, shard_by_fsdp),
-        (4, ParallelConfig(reproducible=True, replicate=2), CONFIG, shard_by_fsdp),
-        # FSDP2 would reduce the unit's gradients after each of its runs.
-        (2, ParallelConfig(), replace(CONFIG, pattern="M-/*-/*-", mtp_use_repeated_layer=True), without_overlap),
+        (3, ParallelConfig()),
+        (4, ParallelConfig(tensor=2)),
+        (4, ParallelConfig(replicate=2)),
+        (4, ParallelConfig(reproducible=True, replicate=2)),
     ],
-    ids=["shards", "tensor parallel", "replicas", "reproducible", "a repeated unit"],
+    ids=["shards", "tensor parallel", "replicas", "reproducible"],
 )
-def test_gathering_and_reducing_once_has_the_bits_of_others(ranks, parallel, config, other) -> None:
-    for (numbers, tensors), (expected, sharded) in launch(on_ranks, ranks, parallel, config, other):
+def test_gathering_and_reducing_once_has_the_bits_of_fsdp(ranks: int, parallel: ParallelConfig) -> None:
+    for (numbers, tensors), (expected, sharded) in launch(on_ranks, ranks, parallel):
         assert numbers == expected and len(numbers) == 7
         assert tensors.keys() == sharded.keys()
         for name, (spec, rows) in tensors.items():

@@ -120,9 +120,9 @@ def test_messages_of_a_step(tp2_dp4):
     # micro-batch; once the maxima of all weights, and at the end the gradients of replicated parameters.
     assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 1 + 1
     assert counted(tp2_dp4, "all-reduce", "dp") == 1  # maxima of weights, and of blocks that ranks share
-    # Parameters are gathered once and gradients reduced once in a step, here in one bucket.
+    # Parameters are gathered once and gradients reduced once in a step, and nothing hides that.
     assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 1
-    assert {message.group for message in tp2_dp4.ends} == {"dp"} and sum(tp2_dp4.ends.values()) == 2
+    assert {message.group for message in tp2_dp4.ends} == {"dp"} and sum(tp2_dp4.ends.values()) == 3
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
 
 
