@@ -77,7 +77,8 @@ def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[
         mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
         model = build(mesh, apply, False, step_state)
         if apply is apply_data_parallel:  # gloo's order of sums depends on the message
-            sharded, units = model._gathered_model, [set(one.modules()) for one in (*model.blocks, model.embedding)]
+            sharded: Any = model._gathered_model
+            units = [set(one.modules()) for one in (*model.blocks, model.embedding)]
             others = set(model.modules()).difference(*units)
             sharded._buckets = [[p for p in sharded.parameters if p.module in unit] for unit in (*units, others)]
         model.blocks[0].norm.weight.requires_grad_(False)
