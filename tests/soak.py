@@ -93,7 +93,7 @@ PLACES: dict[str, Place] = {
     "start: clean": Place(_FILES, "clean_stale", 0),
     "start: resume": Place(_CHECKPOINTER, "resume", 0, first=False),
     "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", 0, first=False),
-    "start: cut records": Place("megatron_fp4.logging.metrics", "cut_after", 0),
+    "start: cut records": Place("megatron_fp4.logging.files", "cut_after", 0),
     "record": Place(_RECORDS, "write", 12),
     "step": Place(_TRAINER, "accumulate", 6, first=False),
     "update": Place(_TRAINER, "update", 6, first=False),
