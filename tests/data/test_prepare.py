@@ -212,7 +212,7 @@ def test_documents_above_the_largest_size_are_split(tokenizer: HuggingFaceTokeni
         assert "".join(documents(tmp_path / prefix, tokenizer)) == "".join(expected)
     monkeypatch.setattr(readers, "MAX_CHARACTERS", 500)
     monkeypatch.setattr(readers, "READ_BYTES", 100)
-    with pytest.raises(ValueError, match=r"a.jsonl: a document after line \d has more than 500 characters"):
+    with pytest.raises(ValueError, match=r"a.jsonl: a document after line \d has over 500 characters"):
         prepare(parts, tmp_path / "out", tokenizer, ALL)
 
 
