@@ -64,7 +64,7 @@ from megatron_fp4.quantization.tensor import scale_values
 
 # The sums of an operand, in FP64. Those of a product, over its elements: exact^2, error^2, exact error.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
-_OPERANDS = tuple(slot.name for slot in recipes.SLOTS)
+_OPERANDS = {slot.name: slot for slot in recipes.SLOTS}
 PARTS = (*_OPERANDS, *recipes.GEMMS)
 
 # Block scales are rounded, so an element within this factor of the largest value does not count as above it.
@@ -164,10 +164,9 @@ class Probe:
 
     def __init__(self, once: bool = True) -> None:
         self.once = once
-        self._recipes: dict[str, str] = {}
+        self._recipes: dict[str, recipes.Recipe] = {}
         self._sums: dict[tuple[str, str], Tensor] = {}
         self._maxima: dict[tuple[str, str], Tensor] = {}
-        self._transformed: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], str] = {}
 
     @contextmanager
@@ -189,7 +188,7 @@ class Probe:
         name = call.context.name
         if not call.recipe.quantized or (self.once and name in self._recipes):
             return None
-        self._recipes[name] = call.recipe.name
+        self._recipes[name], self._device = call.recipe, x.device
         if isinstance(call, GroupedCall):
             return _ProbedSegments(self, call, x.detach(), y.detach())
         probed = self.of_call(call, x.detach())
@@ -203,7 +202,8 @@ class Probe:
     def collect(self, names: list[str]) -> dict[str, LinearMeasurement]:
         """The measurements of the linears in `names`, over all ranks, if measured. A collective, and a host sync.
 
-        All ranks give the same names in the same order, and have measured the same linears.
+        All ranks give the same names in the same order, and have measured the same linears. A rank whose experts got no
+        tokens has measured nothing of them.
         """
         for (name, slot), of in self._repeated.items():
             if (name, of) in self._sums:
@@ -212,33 +212,32 @@ class Probe:
         if not measured:
             return {}
         keys = [(name, part) for name in measured for part in self.parts]
-        zeros = next(iter(self._sums.values())).new_zeros(len(OPERAND_SUMS))
+        zeros = torch.zeros(len(OPERAND_SUMS), dtype=torch.float64, device=self._device)
+        unmeasured = torch.full_like(zeros[:4], -math.inf)
         rows = [self._sums.get(key, zeros) for key in keys]
         sums = torch.stack([F.pad(row, (0, len(zeros) - len(row))) for row in rows])
-        maxima = torch.stack([self._maxima.get(key, zeros[:4]) for key in keys])
+        maxima = torch.stack([self._maxima.get(key, unmeasured) for key in keys])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         totals = dict(zip(keys, zip(sums.tolist(), maxima.tolist(), strict=True), strict=True))
         found = {}
         for name in measured:
-            here = {part: totals[name, part] for part in self.parts if (name, part) in self._sums}
+            recipe = self._recipes[name]
+            of_parts = {part: totals[name, part] for part in self.parts if totals[name, part][1][0] != -math.inf}
             operands = {
-                part: operand_statistics(*of, (name, part) in self._transformed)
-                for part, of in here.items()
-                if part in _OPERANDS
+                part: operand_statistics(*of_parts[part], bool(recipe.gemms[slot.gemm].rht))
+                for part, slot in _OPERANDS.items()
+                if part in of_parts
             }
-            products = {part: (of[0], of[1], of[2]) for part, (of, _) in here.items() if part not in _OPERANDS}
-            found[name] = LinearMeasurement(self._recipes[name], operands, products)
+            products = {part: (of[0], of[1], of[2]) for part, (of, _) in of_parts.items() if part not in _OPERANDS}
+            found[name] = LinearMeasurement(recipe.name, operands, products)
         return found
 
-    def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
+    def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None) -> None:
         """Add the sums of one operand (with its maxima) or of one GEMM, from one call of linear `name`."""
-        key = (name, part)
+        key, maxima = (name, part), sums.new_zeros(4) if maxima is None else maxima
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
-        if maxima is not None:
-            self._maxima[key] = torch.maximum(self._maxima[key], maxima) if key in self._maxima else maxima
-        if transformed:
-            self._transformed.add(key)
+        self._maxima[key] = torch.maximum(self._maxima[key], maxima) if key in self._maxima else maxima
 
     def repeat(self, name: str, slot: recipes.OperandSlot, of: recipes.OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the same codes as the one at `of`, and so the same sums."""
@@ -367,8 +366,7 @@ class ProbedCall:
         if unit is not None:
             maxima, square = maxima * unit, unit.to(torch.float64).square()
             sums = torch.cat((sums[:2] * square, sums[2:5], sums[5:6] * square, sums[6:]))  # not the counts
-        maxima = torch.cat((maxima, exponents))
-        self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
+        self.probe.add(call.context.name, slot.name, sums, torch.cat((maxima, exponents)))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """name: of the part. a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.config.schema import Config, OptimizerConfig
+from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
 from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
@@ -39,7 +40,7 @@ VARIANTS = {
     "quartet2": ({"moe_ffn_dim": 128, "moe_latent_dim": 128}, "selective"),
 }
 IDENTITY = run_identity(Config(model=CONFIG), {"tokenizer": "one"})
-Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str]]
+Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str], dict[str, LinearMeasurement]]
 
 
 def trained(rank: int, layouts: list[Layout], precision: str) -> list[Result]:
@@ -47,10 +48,10 @@ def trained(rank: int, layouts: list[Layout], precision: str) -> list[Result]:
 
 
 def trained_on(layout: Layout, precision: str) -> Result:
-    """Losses and norms of two steps; gradients of the first one, and weights; and digests of the operands of all
-    quantized GEMMs of this rank in the first one."""
+    """Losses and norms of two steps; gradients of the first one, and weights; digests of the operands of all quantized
+    GEMMs of this rank in the first one; and what a probe measures in the second."""
     (changes, recompute), mesh, step_state = VARIANTS[precision], layout.mesh(), StepState(seed=11)
-    model, _ = controlled_model(
+    model, controller = controlled_model(
         mesh, RECIPES[precision], step_state, replace(CONFIG, **changes), execution=Execution(recompute=recompute)
     )
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
@@ -70,11 +71,13 @@ def trained_on(layout: Layout, precision: str) -> Result:
     with watched_gemms(keep_codes):
         steps = [train_step(model, optimizer, masked_micro_batches(0, mesh), mesh, step_state, step=0)]
         model.blocks[1].mixer.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))  # no token for two of four experts
-        steps.append(train_step(model, optimizer, masked_micro_batches(1, mesh), mesh, step_state, step=1))
+        with Probe(once=False).attached(controller.linears) as probe:
+            steps.append(train_step(model, optimizer, masked_micro_batches(1, mesh), mesh, step_state, step=1))
+    found = probe.collect(list(controller.linears))
     experts = local(model.blocks[1].mixer.experts_up.weight)
     assert len(experts) <= CONFIG.moe_num_experts // layout.expert
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    return [s.loss for s in steps], [s.grad_norm for s in steps], gradients | weights, codes
+    return [s.loss for s in steps], [s.grad_norm for s in steps], gradients | weights, codes, found
 
 
 def resumed(rank: int, layout: Layout, source: str | None, folder: str) -> dict[str, Tensor]:
@@ -108,12 +111,16 @@ def test_a_checkpoint_means_the_same_at_every_expert_parallel_size(tmp_path: Pat
 @pytest.mark.parametrize("precision", VARIANTS)
 def test_experts_on_several_ranks_train_like_those_on_one(precision: str) -> None:
     """Ranks together have just the codes of one: of expert, micro-batch and GEMM."""
-    [[(losses, norms, tensors, codes)]] = launch(trained, 1, [ONE], precision)
+    [[(losses, norms, tensors, codes, measured)]] = launch(trained, 1, [ONE], precision)
     assert bool(codes) == (precision != "fp32")
     for world, layouts in (LAYOUTS if precision == "nvfp4" else {4: [Layout(4, expert=2)]}).items():
         for of_ranks in zip(*launch(trained, world, layouts, precision), strict=True):
             assert sum((rank[3] for rank in of_ranks), Counter()) == codes
-            for other_losses, other_norms, other_tensors, _ in of_ranks:
+            for other_losses, other_norms, other_tensors, _, found in of_ranks:
+                for linear, of in measured.items():
+                    for slot, statistics in of.operands.items():
+                        assert found[linear].operands[slot] == pytest.approx(statistics, rel=0.01, abs=0.01), linear
+                    assert found[linear].products.keys() == of.products.keys()
                 assert other_losses[0] == pytest.approx(losses[0], rel=1e-12)
                 assert other_losses == pytest.approx(losses, rel=1e-5)
                 assert other_norms == pytest.approx(norms, rel=1e-5)
