@@ -165,10 +165,8 @@ def test_draws_from_the_default_generator(mesh: ParallelMesh, recomputed: str) -
     ],
 )
 def test_sharded_over_one_rank(mesh: ParallelMesh, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def shard(
-        model: Any, mesh: ParallelMesh, *, units: Any, fp32_units: Any, compute_dtype: torch.dtype, **_: Any
-    ) -> None:
-        model._gathered_model = ShardedModel(model, mesh, units, fp32_units, compute_dtype)
+    def shard(model: Any, mesh: ParallelMesh, *, fp32_units: Any, compute_dtype: torch.dtype, **_: Any) -> None:
+        model._gathered_model = ShardedModel(model, mesh, fp32_units, compute_dtype)
 
     monkeypatch.setattr(build, "apply_data_parallel", shard)
     check(mesh, overrides)

@@ -118,7 +118,7 @@ def test_scaled_matmul_adds_and_leaves_out_padding(dtype: torch.dtype, rows: Row
     before = torch.randint(-8, 9, product.shape, device="cuda").to(dtype)
     for library in (gemm_cuda._cublas, lambda: None):
         with mock.patch.object(gemm_cuda, "_cublas", library):
-            assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype, rows=rows), product.to(dtype))
+            assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype, groups=rows), product.to(dtype))
             total = before.clone()
             added = gemm_cuda.scaled_matmul(a, b, alpha, dtype, total, rows)
             assert added.data_ptr() == total.data_ptr()

@@ -137,7 +137,8 @@ def test_scaled_mm_takes_every_product(tensor: int) -> None:
         return a.new_empty(product.shape, dtype=product.dtype)
 
     slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
-    with mock.patch.multiple(torch_scaled_mm, scaled_mm=checked, encode_operand=slow):
+    functions = mock.patch.object(torch_scaled_mm, "scaled_mm", checked)
+    with functions, mock.patch.object(emulated, "encode_operand", slow):
         compute(torch_scaled_mm.TorchBackend(), taken_by("torch"), tensor)
     codes_of = (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
     assert seen == {(codes, product) for codes in codes_of for product in (torch.bfloat16, torch.float32)}
