@@ -30,7 +30,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -269,18 +269,18 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
     check_resumable(folder, manifest)
     differences = identity_differences(manifest.identity, identity)
     if differences and not allow_mismatch:
-        remedies = ["Set these back", "choose another run.dir"]
-        if _may_differ(differences):
-            remedies.append("resume anyway with checkpoint.allow_mismatch=true")
-        lines = "; ".join(differences.values())
-        raise RefusedError(f"{folder} belongs to another run: {lines}. {', or '.join(remedies)}")
+        raise _differs(
+            f"{folder} belongs to another run", differences, "Set these back", "choose another run.dir", "resume"
+        )
     return list(differences.values())
 
 
-def _may_differ(keys: Iterable[str]) -> bool:
-    """Whether a start with `checkpoint.allow_mismatch` accepts differences of these keys: the weights have the same
-    shapes, and the steps took the same samples."""
-    return not any(key.startswith(("model.", "train.")) and key not in _SAME_SHAPES for key in keys)
+def _differs(what: str, differences: Mapping[str, str], back: str, other: str, start: str) -> RefusedError:
+    """The refusal of a checkpoint with these `differences` by key. `checkpoint.allow_mismatch` is a remedy only if the
+    weights have the same shapes, and the steps took the same samples."""
+    possible = all(key in _SAME_SHAPES or not key.startswith(("model.", "train.")) for key in differences)
+    anyway = f", or {start} anyway with checkpoint.allow_mismatch=true" if possible else ""
+    return RefusedError(f"{what}: {'; '.join(differences.values())}. {back}, or {other}{anyway}")
 
 
 def checkpoint_of(key: str, given: str) -> tuple[Path, Manifest, Origin]:
@@ -439,11 +439,8 @@ def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], 
         for facts in (manifest.identity, identity)
     )
     if differences := identity_differences(saved, own):
-        remedies = ["Set these keys back", "give another checkpoint"]
-        if _may_differ(differences):
-            remedies.append("begin anyway with checkpoint.allow_mismatch=true")
-        problem = f"is of another model or tokenizer: {'; '.join(differences.values())}"
-        raise RefusedError(f"{INITIALIZE}={folder} {problem}. {', or '.join(remedies)}")
+        what = f"{INITIALIZE}={folder} is of another model or tokenizer"
+        raise _differs(what, differences, "Set these keys back", "give another checkpoint", "begin")
 
 
 def weights_to_begin_from(

@@ -28,7 +28,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +37,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups, first_line
 from megatron_fp4.precision.emulated import PackedWeight, amax_of, operand_rows, packed_weight, rows_of, shared_amax
 from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.messages import Pending
 from megatron_fp4.precision.operands import LinearCall, LinearContext, Sharding
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import (
@@ -429,11 +429,7 @@ def _gathered_operands(
         yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(codes, context.recipe[FPROP_WEIGHT]), strict=True)
     for slot, operand in made.items():
         if operand.quantized and slot.tensor != "weight":
-            yield slot, operand.gathered(_gather_from_itself, transposed=slot.transposed)()
-
-
-def _gather_from_itself(message: Tensor) -> Any:
-    return SimpleNamespace(wait=lambda: message)
+            yield slot, operand.gathered(lambda sent: Pending(None, sent, sent), transposed=slot.transposed)()
 
 
 def makers_of(

@@ -155,10 +155,6 @@ class FamilyTensor(QuantizedTensor):
     def decode_scale(self) -> Tensor | None:
         return self.factor
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = self.block_values()
-        return (values if self.factor is None else values * self.factor).to(dtype)
-
 
 def amax_of_scope(rows: Tensor, scope: str) -> Tensor | None:
     """The largest magnitude of FP32 [rows, cols] in each scope: 0-dim for `tensor`, [rows, 1] for `row`, [1, cols]

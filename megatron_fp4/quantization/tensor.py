@@ -93,7 +93,8 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Real values, computed in FP32 and rounded to `dtype`."""
-        return self.block_values().to(dtype)
+        values, factor = self.block_values(), self.decode_scale()
+        return (values if factor is None else values * factor).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
