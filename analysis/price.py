@@ -78,9 +78,9 @@ class Curve:
     def price_text(self, gap: Estimate, tokens: float, time: float = 1.0) -> str:
         """The price of a gap in nats, `1.31 [1.22, 1.40]`, times `time`."""
         price = f"{time * self.price(gap.mean, tokens):.2f}"
-        if gap.half_width is None:
+        if gap.ends is None:
             return f"{price} (no interval)"
-        low, high = (time * self.price(gap.mean + sign * gap.half_width, tokens) for sign in (-1, 1))
+        low, high = (time * self.price(end, tokens) for end in gap.ends)
         return f"{price} [{low:.2f}, {high:.2f}]"
 
     def far_from(self, tokens: float) -> str:
@@ -170,10 +170,9 @@ class RecipeCost:
 
     def price(self, curve: Curve, tokens: float, left: float = 1.0) -> Range | None:
         """The price in tokens; None if the gap has no interval. left: the share that remains after a switch."""
-        if self.nats is None or self.nats.half_width is None:
+        if self.nats is None or self.nats.ends is None:
             return None
-        ends = (self.nats.mean - self.nats.half_width, self.nats.mean + self.nats.half_width)
-        gaps = (left * growth * max(0.0, end) for growth, end in zip(GROWTH, ends, strict=True))
+        gaps = (left * growth * max(0.0, end) for growth, end in zip(GROWTH, self.nats.ends, strict=True))
         return Range(*(curve.price(gap, tokens) for gap in gaps))
 
     def cost(self, price: Range | None, in_bf16: float = 0.0) -> Range | None:

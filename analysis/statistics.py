@@ -48,6 +48,11 @@ class Estimate:
         return None if self.error is None else self.error * float(stats.t.ppf(0.975, self.freedom))
 
     @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of the 95% interval."""
+        return None if (width := self.half_width) is None else (self.mean - width, self.mean + width)
+
+    @property
     def beyond_noise(self) -> bool:
         """Whether there is an interval and it does not contain zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
@@ -55,9 +60,9 @@ class Estimate:
     def text(self, unit: str = "%", digits: int = 2) -> str:
         """`+1.23% [+0.95, +1.51]`, with a star if the variance is pooled; or `+1.23% (no interval)`."""
         mean = f"{self.mean:+.{digits}f}{unit}"
-        if self.half_width is None:
+        if self.ends is None:
             return f"{mean} (no interval)"
-        low, high = self.mean - self.half_width, self.mean + self.half_width
+        low, high = self.ends
         return f"{mean} [{low:+.{digits}f}, {high:+.{digits}f}]{'*' if self.shared else ''}"
 
 

@@ -45,7 +45,7 @@ def architecture_of(config: ModelConfig) -> str:
             f"{NEMOTRON_H} has the latter"
         )
     if not (config.rope and Attention in blocks):
-        if gated := [mixer.name for mixer in blocks if mixer.hugging_face and not mixer.hugging_face.types]:
+        if gated := [mixer.name for mixer in mixers_of(config.pattern) if (of := mixer.hugging_face) and not of.types]:
             without = "without positions" if alternating else f"in model.pattern={config.pattern}"
             raise ValueError(f"{no_architecture}{NEMOTRON_H} has no {gated[0]} blocks, and {LLAMA} none {without}")
         for key, value in (item for block in _of_pattern(config.pattern) for item in block.without_key.items()):
@@ -73,15 +73,20 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
     for block, mixer in enumerate(blocks_of(config)):
         layer = f"{root}.layers.{block // 2 if transformer_layer else block}"
         norm, module = transformer_layer[mixer] if transformer_layer else ("norm", "mixer")
-        sections[f"blocks.{block}.norm.weight"] = [Section(f"{layer}.{norm}.weight", (hidden,))]
-        assert mixer.hugging_face is not None
-        for name, parts in mixer.hugging_face.sections(config).items():
-            sections[f"blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.{module}") for part in parts]
+        sections |= _of_block(config, f"blocks.{block}", mixer, f"{layer}.{norm}", f"{layer}.{module}")
     sections["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
     for number, pattern in enumerate(config.mtp_sets):
         sections |= _of_mtp(config, f"mtp.{number}", pattern, first=number * len(pattern))
     # lm_head is always written: nemotron_h never ties weights, even if its configuration says so.
     return sections | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
+
+
+def _of_block(config: ModelConfig, ours: str, mixer: type[Mixer], norm: str, module: str) -> dict[str, list[Section]]:
+    """The tensors of the block `ours`, whose norm and mixer have the published names `norm` and `module`."""
+    assert mixer.hugging_face is not None
+    parts = mixer.hugging_face.sections(config).items()
+    inside = {f"{ours}.mixer.{name}": [part.inside(module) for part in its_parts] for name, its_parts in parts}
+    return {f"{ours}.norm.weight": [Section(f"{norm}.weight", (config.hidden_dim,))], **inside}
 
 
 def _of_mtp(config: ModelConfig, ours: str, pattern: str, first: int) -> dict[str, list[Section]]:
@@ -91,11 +96,8 @@ def _of_mtp(config: ModelConfig, ours: str, pattern: str, first: int) -> dict[st
     shapes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
     sections = {f"{ours}.{n}.weight": [Section(f"mtp.layers.{first}.{n}.weight", at)] for n, at in shapes.items()}
     for block, letter in enumerate(pattern):
-        layer, form = f"mtp.layers.{first + block}", MIXERS[letter].hugging_face
-        assert form is not None
-        sections[f"{ours}.blocks.{block}.norm.weight"] = [Section(f"{layer}.norm.weight", (hidden,))]
-        for name, parts in form.sections(config).items():
-            sections[f"{ours}.blocks.{block}.mixer.{name}"] = [part.inside(f"{layer}.mixer") for part in parts]
+        layer = f"mtp.layers.{first + block}"
+        sections |= _of_block(config, f"{ours}.blocks.{block}", MIXERS[letter], f"{layer}.norm", f"{layer}.mixer")
     return sections | {f"{ours}.final_norm.weight": [Section(f"mtp.layers.{last}.final_layernorm.weight", (hidden,))]}
 
 

@@ -310,13 +310,7 @@ def _is_gated(opened: MegatronFolder) -> bool:
 
 def _load(opened: MegatronFolder, parameter: megatron_model.Parameter) -> Tensor:
     layer = None if parameter.layer is None else parameter.layer[0]
-    # Megatron may have padded the vocabulary.
-    rows = (
-        shape_of(parameter.sections)[0]
-        if parameter.sections[0].name in (megatron_model.EMBEDDING, megatron_model.HEAD)
-        else None
-    )
-    tensors = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
+    tensors = {each.name: opened.tensor(each.name, parameter.stored_shape(each), layer) for each in parameter.sections}
     return from_published(parameter.sections, tensors)
 
 
@@ -343,20 +337,18 @@ class MegatronFolder:
         """The shape of a complete tensor. Raises KeyError if there is none."""
         return tuple(self.tensors[key].size)
 
-    def tensor(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
-        """A tensor, FP32 on the CPU. layer: only this index of the first axis, without that axis. rows: only the first
-        `rows` rows.
+    def tensor(self, key: str, shape: Sequence[int], layer: int | None = None) -> Tensor:
+        """A tensor, FP32 on the CPU. shape: without the rows with which Megatron padded it. layer: only this index of
+        the first axis, without that axis.
 
         Raises ValueError for pieces that are missing or unreadable, and for other types than FP32, BF16 and FP16.
         """
         saved = self.tensors[key]
         if saved.properties.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{self.folder}: {key} is {saved.properties.dtype}; FP32, BF16 and FP16 can be imported")
-        region = [slice(0, size) for size in saved.size]
+        region = [slice(0, size) for size in shape]
         if layer is not None:
             region[0] = slice(layer, layer + 1)
-        if rows is not None:
-            region[0] = slice(0, rows)
         try:
             result = read_region(self.folder, self._metadata, key, region)
         except DamagedCheckpointError as error:

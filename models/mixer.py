@@ -100,20 +100,21 @@ class Mixer(nn.Module, ABC):
         documents: no token sees another document than its own; None: a sequence is one document.
         """
 
-    @abstractmethod
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
         """What `decode` keeps of earlier tokens, for `batch` empty texts; None if nothing.
 
         max_length: limit of tokens per text. dtype: the compute dtype.
         """
+        return None
 
-    @abstractmethod
     def decode(self, x_td: Tensor, cache: Any, new: NewTokens) -> Tensor:
         """`forward` of tokens that continue the texts in `cache`; adds them to the cache. No gradients.
 
         [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. The functions between the linears are those
-        in plain PyTorch on any device, because shapes change from call to call.
+        in plain PyTorch on any device, because shapes change from call to call. By default no token depends on another.
         """
+        mixed = self(x_td, new.length)
+        return mixed if isinstance(mixed, Tensor) else mixed[0]
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

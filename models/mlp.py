@@ -7,10 +7,10 @@ GatedMLP   down(silu(gate(x)) * up(x))     SwiGLU, arXiv:2002.05202, as in Llama
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer, input_projection, output_projection
-from models.positions import Documents, NewTokens
+from models.positions import Documents
 from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections, group_major_order, split_rows
 
 # Blocks of quantization and of the Hadamard transform are at least this wide, and ranks must not share one.
@@ -81,12 +81,6 @@ class MLP(Mixer):
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         return self.down_proj(self.inner(x_td))
 
-    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        return None
-
-    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
-        return self.down_proj(squared_relu(self.up_proj(x_td)))
-
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         check_tiles(config, "ffn_dim")
@@ -119,21 +113,13 @@ def gate_up_order(config: ModelConfig) -> Tensor:
     return group_major_order([*_gate_up_rows(config).values()], _gate_up_groups(config))
 
 
-def _gated_hugging_face(config: ModelConfig) -> Sections:
-    names = [f"{name}_proj.weight" for name in _gate_up_rows(config)]
-    sizes = [*_gate_up_rows(config).values()]
+def _gated_named(gate_up: Sequence[str], down: str, config: ModelConfig) -> Sections:
+    """gate_up: the tensors that together have the rows `[gate | up]`."""
+    sizes = [sum(_gate_up_rows(config).values()) // len(gate_up)] * len(gate_up)
+    names = [f"{name}.weight" for name in gate_up]
     return {
         "gate_up_proj.weight": split_rows(names, sizes, gate_up_order(config), config.hidden_dim),
-        "down_proj.weight": [Section("down_proj.weight", (config.hidden_dim, config.ffn_dim))],
-    }
-
-
-def _gated_megatron(config: ModelConfig) -> Sections:
-    """linear_fc1 is `[gate | up]`."""
-    rows = sum(_gate_up_rows(config).values())
-    return {
-        "gate_up_proj.weight": split_rows(["linear_fc1.weight"], [rows], gate_up_order(config), config.hidden_dim),
-        "down_proj.weight": [Section("linear_fc2.weight", (config.hidden_dim, config.ffn_dim))],
+        "down_proj.weight": [Section(f"{down}.weight", (config.hidden_dim, config.ffn_dim))],
     }
 
 
@@ -141,13 +127,11 @@ class GatedMLP(MLP):
     """Gate and up projections in one linear, SwiGLU, down projection."""
 
     name = "gated FFN"
-    hugging_face = HuggingFaceBlock(types=(), sections=_gated_hugging_face, settings={})
-    megatron = MegatronBlock(
-        module="mlp",
-        linears=("linear_fc1", "linear_fc2"),
-        sections=_gated_megatron,
-        sizes=lambda shape, known: {"ffn_dim": shape("linear_fc2.weight")[1]},
-        gated=lambda config: True,
+    hugging_face = HuggingFaceBlock(
+        types=(), sections=partial(_gated_named, ["gate_proj", "up_proj"], "down_proj"), settings={}
+    )
+    megatron = replace(
+        MLP.megatron, sections=partial(_gated_named, ["linear_fc1"], "linear_fc2"), gated=lambda config: True
     )
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
@@ -161,9 +145,6 @@ class GatedMLP(MLP):
     def inner(self, x_td: Tensor) -> Tensor:
         """As of `MLP`."""
         return self._swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td))
-
-    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td)))
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:

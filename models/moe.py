@@ -47,7 +47,7 @@ from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.mlp import MLP, GatedMLP, activation, check_tiles, gate_up_order, swiglu
-from models.positions import Documents, NewTokens
+from models.positions import Documents
 from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections
 
 # Megatron's and transformers', against a division by zero.
@@ -294,11 +294,8 @@ def _megatron(config: ModelConfig) -> Sections:
 
 
 def _megatron_sizes(shape: Callable[[str], tuple[int, ...]], known: Mapping[str, Any]) -> dict[str, Any]:
-    (experts, rows, width), inner = (
-        shape("experts.experts.linear_fc1.weight"),
-        shape("experts.experts.linear_fc2.weight")[2],
-    )
-    hidden = shape("router.weight")[1]
+    experts, rows, width = shape("experts.experts.linear_fc1.weight")
+    inner, hidden = shape("experts.experts.linear_fc2.weight")[2], shape("router.weight")[1]
     return {
         "moe_num_experts": experts,
         "moe_ffn_dim": inner,
@@ -436,13 +433,6 @@ class MoE(Mixer):
         y_td = y_td if self.from_latent is None else self.from_latent(y_td)
         y_td = y_td + shared_td
         return y_td if routing.loss is None else (y_td, routing.loss)
-
-    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        return None
-
-    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
-        y_td: Tensor = self(x_td, new.length)
-        return y_td
 
     def fp32_units(self) -> list[nn.Module]:
         return [self.router]

@@ -191,6 +191,7 @@ def test_keys_of_published_configurations_are_written_and_read(good: Path, tmp_p
         ({"pattern": "M*", "rope": True}, "model.rope=true, but nemotron_h attends without positions"),
         ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
         ({"pattern": "*G"}, "nemotron_h has no gated FFN blocks, and llama none without positions"),
+        ({"pattern": "M*-/*G"}, "nemotron_h has no gated FFN blocks, and llama none in model.pattern=M"),
     ],
 )
 def test_a_model_that_no_architecture_computes_is_refused(changes: dict, message: str) -> None:

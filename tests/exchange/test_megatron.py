@@ -144,7 +144,7 @@ def test_an_export_imported_again_has_the_same_weights_and_settings(
         assert torch.equal(back.tensor(name), ours if whole else ours.to(dtype).float()), name
     for key in settings.keys() - {"name", "mamba_chunk_size"}:
         assert getattr(back.config.model, key) == getattr(checkpoint.config.model, key), key
-    rows = MegatronFolder(tmp_path / "theirs").tensor("output_layer.weight", rows=7)
+    rows = MegatronFolder(tmp_path / "theirs").tensor("output_layer.weight", (7, checkpoint.config.model.hidden_dim))
     assert torch.equal(rows, checkpoint.tensor("head.weight")[:7].to(dtype).float())
 
 
