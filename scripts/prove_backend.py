@@ -50,6 +50,7 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.console import markdown
+from megatron_fp4.logging.files import check_place
 from megatron_fp4.precision import probes
 from megatron_fp4.precision.backend import Backend, first_line
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
@@ -60,6 +61,7 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.verify import Case, Finding, check, difference, makers_of, padded_tensors, sample_tensors
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
@@ -122,14 +124,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
-    options, began = parse(arguments), time.perf_counter()
+    options = parse(arguments)
+    return run_command("prove_backend.py", lambda: prove(options, arguments), options.page)
+
+
+def prove(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Compare, measure with --page, print; returns the exit code."""
+    began = time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        configs = {name: composed(name, options.overrides, device.type) for name in options.precision}
-        cases = {name: cases_of(config, bool(options.overrides), device.type) for name, config in configs.items()}
-    except ConfigError as error:
-        print(f"prove_backend.py: {error}", file=sys.stderr)
-        return 2
+    if options.page:
+        check_place(options.page)
+    configs = {name: composed(name, options.overrides, device.type) for name in options.precision}
+    cases = {name: cases_of(config, bool(options.overrides), device.type) for name, config in configs.items()}
     proofs = []
     for name, config in configs.items():
         for backend_name in options.backend:

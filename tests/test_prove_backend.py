@@ -114,5 +114,7 @@ def test_wrong_overrides_are_refused(capsys) -> None:
     assert prove_backend.main(["model.hidden_dims=3"]) == 2
     assert "did you mean" in capsys.readouterr().err
     assert prove_backend.main(["model.hidden_dim=100"]) == 2
+    assert prove_backend.main(["--page", "/none/page.md"]) == 2
+    assert "there is no folder /none" in capsys.readouterr().err
     assert prove_backend.main(["precision.bf16_blocks.names=['*.no_proj']", "--precision", "nvfp4"]) == 2
     assert "matches no linear" in capsys.readouterr().err
