@@ -164,8 +164,7 @@ def train_all(
                 print(f"{label}, {name}: {len(branches) + 1} of {len(recipes)}, {counted(steps, 'step')}", flush=True)
             branch = train(config, checkpoint, mesh, start, steps)
             gc.collect()  # frees the model of this branch
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             saved.add(key, {"recipe": name, **facts}, branch)
         if first:
             losses = branch.counted()

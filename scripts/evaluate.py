@@ -200,8 +200,7 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

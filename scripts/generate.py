@@ -154,12 +154,12 @@ def follow(
 ) -> int:
     """Print a prompt and its continuation while it is generated; returns the number of new tokens."""
     count, text = 0, generation.TextStream(tokenizer, request.tokens)
-    write(tokenizer.decode(request.tokens))
+    print(tokenizer.decode(request.tokens), end="", flush=True)
     for (token,) in generation.stream(model, [request], settings):
         if token is not None:
-            write(text.add(token))
+            print(text.add(token), end="", flush=True)
             count += 1
-    write(text.end() + "\n")
+    print(text.end(), flush=True)
     return count
 
 
@@ -178,15 +178,9 @@ def write_all(
         for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
             sample = f", sample {request.sample + 1}" if options.samples > 1 else ""
             text = tokenizer.decode([*request.tokens, *new.tokens])
-            write(f"--- prompt {number // options.samples + 1}{sample}\n{text}\n")
+            print(f"--- prompt {number // options.samples + 1}{sample}\n{text}", flush=True)
             count += len(new.tokens)
     return count
-
-
-def write(text: str) -> None:
-    """Write to stdout without buffering."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def say(text: str) -> None:

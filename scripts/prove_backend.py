@@ -325,9 +325,8 @@ def times_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str
 
 def step_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
     """Time and memory of a step of `MODEL`, measured in a separate process."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         output, script = Path(folder) / "step.json", Path(__file__).with_name("benchmark.py")
         command = [sys.executable, str(script), "parallel", "--warmup=3", "--steps=5", f"--output={output}", *MODEL]
