@@ -113,8 +113,8 @@ class Mixer(nn.Module, ABC):
         [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. The functions between the linears are those
         in plain PyTorch on any device, because shapes change from call to call. By default no token depends on another.
         """
-        y_td: Tensor = self(x_td, new.length)
-        return y_td
+        mixed = self(x_td, new.length)
+        return mixed if isinstance(mixed, Tensor) else mixed[0]
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

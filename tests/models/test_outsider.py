@@ -53,12 +53,6 @@ class Outsider(Mixer):
         y_td = y_td + x_td * tables.sum((0, 1)).to(x_td) + self.bias.to(x_td)
         return y_td, self.coefficient * tables.square().sum()
 
-    def new_cache(self, *sizes: Any) -> None:
-        return None
-
-    def decode(self, x_td: Tensor, cache: Any, new: Any) -> Tensor:
-        return self.forward(x_td, new.length)[0]
-
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
         down = output_projection("down", config, config.ffn_dim, "model.ffn_dim", "the outsider's projection")
