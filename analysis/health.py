@@ -135,11 +135,11 @@ def judge(
             if not (error <= most_error and abs(of.bias(gemm)) <= most_bias):
                 unusual.append(f"{gemm} of {name}: error {error:.3f}, bias {of.bias(gemm):+.3f}")
     gap = estimate([100 * (quantized / plain - 1) for quantized, plain in losses])
-    low, high = gap.ends or (gap.mean, gap.mean)
+    low, high = gap.ends or (-math.inf, math.inf)
     least, most = USUAL_GAP
     if not math.isfinite(gap.mean) or low > most or high < least:
         unusual.append(f"the loss in 4 bits is {gap.text()} above that in BF16")
-    elif gap.ends is None or low < least or high > most:
+    elif low < least or high > most:
         unknown.append(f"whether the loss is usual in 4 bits, {gap.text()}: give more --micro-batches")
     return Health(wrong, unusual, unknown, gap, sum(len(of.errors) for of in found.values()))
 

@@ -158,6 +158,7 @@ def test_products_and_losses_are_judged() -> None:
         "WORSE THAN USUAL\n  the loss"
     )
     assert judged(0.1, 0.0, (4.1, 4.0), (3.9, 4.0)).startswith("NOT ESTABLISHED\n  whether the loss")
+    assert judged(0.1, 0.0, (4.1, 4.0)).startswith("NOT ESTABLISHED\n  whether the loss")  # one has no interval
     assert judged(0.1, 0.0, (math.nan, 4.0), (4.0, 4.0)).startswith("WORSE THAN USUAL\n  the loss")
 
 
