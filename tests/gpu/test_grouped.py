@@ -35,6 +35,8 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(kind: str, 
     """Twice, so that the second gradient of the weight is added to the first. Three rows follow all segments."""
     counted, results = torch.tensor(COUNTS[kind]), {}
     x, w, dy = tensors(counted, rest=3)
+    if INTERPRETED and name != "fp8":
+        w, dy = w[:, :64].contiguous(), dy[:, :64].contiguous()
     operands: dict[str, Operands] = {"cpu": [], "cuda": []}
     grouped_gemm = EmulatedBackend.grouped_gemm
     for device, found in operands.items():

@@ -52,12 +52,12 @@ def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
 def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_cudnn: bool) -> None:
     if not by_cudnn:
         monkeypatch.setattr(attention, "_cudnn_supports", lambda *_: False)
-    compare(heads(2, length, dim))
+    compare(heads(1 if INTERPRETED else 2, length, dim))
 
 
 @pytest.mark.parametrize("dim", TILES)
 def test_documents(dim: int) -> None:
-    for lengths in (LENGTHS, ODD):
+    for lengths in (ODD,) if INTERPRETED and dim != 64 else (LENGTHS, ODD):
         documents = Documents(numbers_of(lengths))
         compare(heads(*documents.numbers.shape, dim), documents)
 

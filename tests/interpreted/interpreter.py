@@ -248,7 +248,12 @@ GET_NP_DTYPE = interpreter._get_np_dtype
 
 
 class Semantic(interpreter.TritonSemantic):
-    """Broadcasting that leaves most to NumPy."""
+    """Broadcasting that leaves most to NumPy; two numbers of one type need no check."""
+
+    def binary_op_type_checking_impl(self, a: Any, b: Any, *options: Any, **named: Any) -> Any:
+        if type(a) is type(b) is tl.tensor and a.type is b.type and a.dtype.name in ("int32", "uint32", "fp32"):
+            return a, b
+        return super().binary_op_type_checking_impl(a, b, *options, **named)
 
     def broadcast_impl_value(self, a: Any, b: Any) -> Any:
         (one, other), blocks = (a.type, b.type), (a.type.is_block(), b.type.is_block())

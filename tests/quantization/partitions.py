@@ -64,7 +64,6 @@ def parts_of(num_rows: int, unit: int) -> dict[str, list[Tensor]]:
     shuffled = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(1))]
     return {
         "contiguous": [thirds[0].flatten(), thirds[1:].flatten()],
-        "head and tail": [thirds[[0, 2]].flatten(), thirds[1].flatten()],
         "shuffled": [part.flatten() for part in shuffled.split(2 * len(blocks) // 3)],
     }
 
@@ -79,7 +78,7 @@ def check_parts(case: Case, device: str) -> None:
             index, expected = part.to(device), whole[:, part] if transposed else whole[part]
             for at in (index, int(part[0])) if name == "contiguous" else (index,):
                 assert torch.equal(made(x[index], Place(Span(at)), case, bool(keep)).unpacked().cpu(), expected), name
-            if request.operand.drawn and not torch.equal(part, torch.arange(len(part))):
+            if request.operand.drawn and name == "contiguous" and part[0] > 0:
                 assert not torch.equal(made(x[index], WHOLE, case).unpacked().cpu(), expected)
 
 
