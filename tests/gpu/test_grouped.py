@@ -35,7 +35,7 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(kind: str, 
     """Twice, so that the second gradient of the weight is added to the first. Three rows follow all segments."""
     counted, results = torch.tensor(COUNTS[kind]), {}
     x, w, dy = tensors(counted, rest=3)
-    if INTERPRETED and name != "fp8":
+    if INTERPRETED and name not in ("bf16", "fp8"):  # 256 outputs are whole tiles, 64 are a part of one
         w, dy = w[:, :64].contiguous(), dy[:, :64].contiguous()
     operands: dict[str, Operands] = {"cpu": [], "cuda": []}
     grouped_gemm = EmulatedBackend.grouped_gemm
