@@ -42,6 +42,7 @@ from data.loader import MicroBatch
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, end_process
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearContext
@@ -61,7 +62,13 @@ GIB = 2**30
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code, see the top of this file."""
     options = parse(arguments)
-    return run_command(f"benchmark.py {options.command}", lambda: COMMANDS[options.command](options), options.output)
+
+    def run() -> int:
+        if options.output:
+            check_place(options.output)
+        return COMMANDS[options.command](options)
+
+    return run_command(f"benchmark.py {options.command}", run, options.output)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

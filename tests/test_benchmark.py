@@ -19,6 +19,8 @@ def test_the_benchmark_of_linears(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = [(row["recipe"], row["weights_kept"]) for row in report["linears"]]
     assert found == [("bf16", True), ("nvfp4", False), ("nvfp4", True)]
     assert all(row["milliseconds"] > 0 for row in report["linears"]) and "TFLOP/s" in capsys.readouterr().out
+    assert main(["linear", "--output", str(tmp_path / "none" / "of.json")]) == 2  # before it measures
+    assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
