@@ -479,7 +479,7 @@ class MoE(Mixer):
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        return {"the parts of an expert": (1, 1)}
+        return {"tensor-parallel parts of an expert": (1, 1)}
 
     @classmethod
     def shared_by_expert_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:

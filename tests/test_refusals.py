@@ -173,7 +173,7 @@ ON_GPUS = [
     ),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
-    (["parallel.tensor=2", "model=moe_tiny"], 2, "parallel.tensor=2 does not divide the parts of an expert=1; sizes"),
+    (["parallel.tensor=2", "model=moe_tiny"], 2, "does not divide tensor-parallel parts of an expert=1; sizes"),
     (["parallel.expert=2"], 2, "parallel.expert=2, but nothing in this run is divided among the ranks of", "1"),
     (["parallel.expert=2", "model=moe_tiny"], 3, "does not divide the 3 ranks of this run"),
     (["parallel.expert=3", "model=moe_tiny"], 3, "parallel.expert=3 does not divide model.moe_num_experts=8; sizes"),
