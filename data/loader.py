@@ -135,7 +135,8 @@ class MicroBatchLoader:
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step. The workers run until
-        the iterator ends or is closed. Raises LoaderError if a worker dies, TimeoutError, and what reading raises."""
+        the iterator ends or is closed. Raises LoaderError if a worker dies, TimeoutError if none delivers in time, and
+        what reading raises."""
         with contextlib.closing(self._batches(start_step, end_step)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()

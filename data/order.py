@@ -283,7 +283,8 @@ class Samples:
             )
 
     def sample(self, sample: int, documents: bool = False) -> Window:
-        """The sample with int64 tokens. documents: whether to number its documents. Raises TokenIdError."""
+        """The sample with int64 tokens. documents: whether to number its documents. Raises TokenIdError for an
+        id that the model does not have."""
         tokens, numbers = self._read(sample, documents)
         check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return Window(tokens.astype(np.int64, copy=False), numbers)

@@ -170,7 +170,8 @@ class RemoteFile:
     """Reads byte ranges of an object in a store. cache: the folder for its blocks; None: the user's cache folder. The
     object's version is compared again after each block that is fetched.
 
-    Raises FileNotFoundError, PermissionError, ValueError for an object that was replaced, and ConnectionError at last.
+    Raises FileNotFoundError, PermissionError, ValueError for an object that was replaced, and ConnectionError after
+    the last attempt.
     """
 
     def __init__(self, url: str, cache: Path | None = None) -> None:
@@ -304,7 +305,8 @@ def _range(url: str, start: int, end: int) -> bytes:
 
 
 def _with_retries(url: str, ask: Callable[[], Result]) -> Result:
-    """The result of `ask`, retried after an error that may be temporary. Raises ConnectionError after the last."""
+    """The result of `ask`, retried after an error that may be temporary. Raises ConnectionError after the last
+    attempt."""
     began = time.monotonic()
     for seconds in (*RETRY_SECONDS, None):
         try:

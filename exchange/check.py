@@ -54,7 +54,8 @@ class FolderCheck:
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.nvfp4_linears().items()}
 
     def findings(self) -> Iterator[Finding]:
-        """The results of all comparisons. Raises DamagedCheckpointError and ValueError."""
+        """The results of all comparisons. Raises DamagedCheckpointError and ValueError for files that cannot be
+        compared."""
         expected, config = to_hf(self.checkpoint.config.model), dict(self.folder.config)
         if config.get("time_step_min") == 0:  # version 0.2
             config["time_step_min"] = SMALLEST_STEP

@@ -63,9 +63,8 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` over the data-parallel axis, in place. Gradients are summed over its ranks.
 
-    units: the blocks, in order of execution; modules that `model` registers after them run after them. ends: modules at
-    the model's ends (embedding and head). FSDP2 gathers each of these as a whole, ends until their backward pass, and
-    other parameters (of the final norm) first.
+    units: the blocks. ends: modules at the model's ends (embedding and head). FSDP2 gathers each of these as a whole,
+    ends until their backward pass, and other parameters (of the final norm) first.
     fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass; with one
     rank: keep no rounded copies between micro-batches.
@@ -220,10 +219,6 @@ def _sharded_spec(parameter: nn.Parameter, mesh: ParallelMesh) -> DTensorSpec:
     return DTensorSpec(mesh.joined(*names), (*replicated, rows, *placements), tensor_meta=meta)
 
 
-def _fits(bucket: Sequence[ShardedParameter], parameter: ShardedParameter) -> bool:
-    return sum(one.size.numel() for one in (*bucket, parameter)) <= _BUCKET_ELEMENTS
-
-
 class ShardedModel(GatheredModel):
     """Gathers the parameters of a model, and reduces their gradients, by buckets of parameters that share a message.
     The arguments are those of `apply_data_parallel`."""
@@ -242,7 +237,7 @@ class ShardedModel(GatheredModel):
         filling: dict[DeviceMesh, list[ShardedParameter]] = {}
         for parameter in self.parameters:
             bucket = filling.get(parameter.shards)
-            if bucket is None or not _fits(bucket, parameter):
+            if bucket is None or sum(one.size.numel() for one in (*bucket, parameter)) > _BUCKET_ELEMENTS:
                 bucket = filling[parameter.shards] = []
                 self._buckets.append(bucket)
             bucket.append(parameter)

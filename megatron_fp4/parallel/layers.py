@@ -253,7 +253,8 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
 def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """The sum of the partial results of all ranks.
 
-    With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without: only all-reduce.
+    With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without it: all-reduce, and
+    the gradient itself.
     """
     if mesh.tensor.size == 1:
         return y_td

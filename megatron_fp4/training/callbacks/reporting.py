@@ -153,7 +153,8 @@ class Records(Callback):
 
 
 class Summary(Callback):
-    """After a finished run has closed its records, prints a table and writes summary.json and loss.png."""
+    """After a finished run has closed its records, prints a table and writes summary.json and loss.png. A disk that
+    refuses these files is not an error."""
 
     def lacking(self, done: int) -> list[str]:
         run_dir = Path(self.trainer.config.run.dir)
@@ -372,7 +373,8 @@ def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> T
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The device's peak in BF16, dense, in TFLOP/s; None if it is not known: a CPU, another GPU, a part (MIG)."""
+    """The device's peak in BF16, dense, in TFLOP/s; None if it is not known: a CPU, another GPU, a part of a GPU
+    (MIG)."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
