@@ -2,7 +2,7 @@
 
 It opens the sources, lays out the phases, and gives each rank its share. Training begins only if all ranks opened the
 same data. `config` is the whole configuration; `mesh` has `batch` (`rank`, `size` and `group` of the ranks that compute
-other micro-batches), `consecutive` and `device`. megatron_fp4/training/providers.py lists what a trainer calls.
+other micro-batches), `consecutive` and `device`. megatron_fp4/training/providers.py says what training needs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The functions of this package that the trainer calls. `pretrain.py` passes this module to it, as Megatron's pretrain
-scripts pass their model provider. megatron_fp4/training/providers.py describes each name."""
+scripts pass their model provider. megatron_fp4/training/providers.py says what training needs of the model."""
 
 from models.hybrid import build_model  # noqa: F401
 from models.initialization import initialize  # noqa: F401

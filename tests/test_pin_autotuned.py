@@ -1,6 +1,5 @@
 """The callback that pins the choices of autotuned kernels, and the determinism of Inductor."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConf
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks import kernels as autotuning
-from megatron_fp4.training.callbacks.kernels import RECORD_FILE, Kernels
+from megatron_fp4.training.callbacks.kernels import Kernels
 from models.execution import Execution
 from models.hybrid import build_model
 from models.ssd import fused_scan
@@ -67,13 +65,7 @@ def test_choices_are_pinned_and_recorded(mesh: ParallelMesh, tmp_path: Path, mon
     assert run.kernels.state_dict() is None and run.start(4, saved) == ["first line", "second line"]
     ((_, given, folder),) = run.calls
     assert given is saved and folder == Path("/somewhere")
-    (tmp_path / RECORD_FILE).unlink()
-    run.kernels.on_checkpoint(2)
-    assert run.kernels.state_dict() == json.loads((tmp_path / RECORD_FILE).read_text()) == LATE
-    (tmp_path / RECORD_FILE).unlink()
-    with mock.patch.object(run.kernels.trainer.log, "active", False):  # a quiet trainer
-        run.kernels.on_checkpoint(2)
-    assert not (tmp_path / RECORD_FILE).exists()
+    assert run.kernels.state_dict() == LATE
     assert "has no record" in Started(mesh, tmp_path, monkeypatch).start(4)[0]  # an older checkpoint
     without = Started(mesh, tmp_path, monkeypatch, scan=False)
     assert without.start(4) == [] and without.calls == [] and without.kernels.state_dict() is None

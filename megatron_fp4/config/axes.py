@@ -17,7 +17,7 @@ class Axis(NamedTuple):
         tokens    a micro-batch, by the model: all ranks have the same loss, and each a part of the gradient of what
                   they hold in copies; the step sums it
 
-    Of what else an axis divides, the model says what it is (`divided_counts` in training/providers.py). The checks of
+    Of what else an axis divides, the model says what it is (`divided_counts` in models/pattern.py). The checks of
     the configuration refuse an axis of which it says nothing.
     """
 

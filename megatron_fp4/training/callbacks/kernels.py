@@ -11,7 +11,7 @@ other ranks use its choices. (Runs that need no determinism do this too: otherwi
 minutes in their first step.) Configurations are compiled in parallel and then timed one by one. The keys contain sizes
 of the model, not of the batch, so validation needs no more. Choices come, in this order, from
 
-    the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
+    the checkpoint      `autotuning` in trainer.json
     this machine        a file that earlier runs on such a GPU with these versions made: a second run from step 0
                         makes the same choices
     timing
@@ -50,7 +50,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.files import attempt
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.rng import StepState
@@ -59,7 +58,6 @@ from megatron_fp4.training.trainer import Callback
 
 log = logging.getLogger(__name__)
 
-RECORD_FILE = "autotuning.json"
 FOLDER = "kernels"
 _COMPILERS = 16
 _TOKENS, _FEATURES = 256, 256  # of a linear whose kernels are noted
@@ -110,13 +108,6 @@ class Kernels(Callback):
             lines = ["kernels: the checkpoint has no record of its kernel configurations", *lines]
         for line in lines:
             trainer.log.console.text(line)
-        self.on_checkpoint(done)
-
-    def on_checkpoint(self, done: int) -> None:
-        """Replace run.dir/autotuning.json. Checkpoints have the same record, so a failure to write is not an error."""
-        if self._pinned and self.trainer.log.active:
-            path = Path(self.trainer.config.run.dir) / RECORD_FILE
-            attempt(str(path), lambda: write_record(path, record_here()))
 
     def state_dict(self) -> Any:
         return record_here() if self._pinned else None
@@ -313,7 +304,10 @@ def _choose(
         try:
             machine_folder.mkdir(parents=True, exist_ok=True)
             # Not the checkpoint's choices: these include the smallest configurations of late keys.
-            write_record(machine_file, record_of(environment, {**tuned, **kept}))
+            record = record_of(environment, {**tuned, **kept})
+            temporary = machine_folder / f"{name}.{os.getpid()}.tmp"
+            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            os.replace(temporary, machine_file)
         except OSError as error:
             lines.append(f"kernels: the next run will tune again, because {machine_file} cannot be written: {error}")
     seconds = time.perf_counter() - began
@@ -429,10 +423,3 @@ def read_record(path: Path) -> dict[str, Any] | None:
         log.warning("%s is ignored, because it is no record of kernels: %r", path, error)
         return None
     return dict(record)
-
-
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file by `record`. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
