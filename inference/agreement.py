@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from data.loader import UNCOUNTED, MicroBatch
 from data.provider import open_held_out
 from data.validation import TargetStatistics, ValidationSet
 from exchange.checkpoint import Checkpoint, load_model
-from inference.models import OpenedFolder, ProgressLine, Row, Scorer
+from inference.models import OpenedFolder, ProgressLine
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
@@ -24,8 +27,6 @@ from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks.validation import evaluate
 
 TOLERANCE = 1e-5
-# Windows whose rows transformers scores together, in batches by length.
-_WINDOWS = 64
 Losses = Mapping[str, float]
 """Mean loss per target, in nats, by held-out set."""
 
@@ -74,34 +75,30 @@ def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
     vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
     if vocab_size < ours:
         raise ValueError(f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not its export")
-    scorer, losses = Scorer(opened.model), {}
-    progress, done, total = ProgressLine("transformers"), 0, sum(held_out.num_samples for held_out in windows.sets)
+    losses, progress, done = {}, ProgressLine("transformers"), 0
+    total = sum(held_out.num_samples for held_out in windows.sets)
     for held_out in windows.sets:
         loss, count = 0.0, 0
-        for batch in held_out.batches(_WINDOWS, 0, 1):
-            scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
-            loss -= sum(float(row.log_probs.sum()) for row in scored)
-            count += sum(len(row.log_probs) for row in scored)
-            done += len(batch.tokens)
+        for batch in held_out.batches(1, 0, 1):
+            for tokens, targets in pieces_of(batch):
+                with torch.no_grad():
+                    logits = opened.model(tokens[None].to(opened.model.device), use_cache=False).logits[0].float()
+                nats = cross_entropy(logits, targets.to(logits.device), ignore_index=UNCOUNTED, reduction="none")
+                loss, count = loss + float(nats.double().sum()), count + int((targets != UNCOUNTED).sum())
+            done += 1
             progress(done, total)
         losses[held_out.name] = loss / count
     return losses
 
 
-def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:
-    """The rows to score of windows [rows, length]: one row per window or, with the numbers of documents, one per
-    document in a window. Targets without a loss (negative) are left out, and so are rows without targets."""
-    for row in range(len(tokens)):
-        ends = [tokens.shape[1]]
-        if documents is not None:
-            ends = [*(documents[row].diff().nonzero().flatten() + 1).tolist(), *ends]
-        start = 0
-        for end in ends:
-            piece = targets[row, start:end]
-            counted = (piece >= 0).nonzero().flatten()
-            if len(counted):
-                yield Row(tokens[row, start:end].tolist(), counted.tolist(), piece[counted].tolist())
-            start = end
+def pieces_of(window: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and targets of a window or, with the numbers of documents, of each document in it. Left out are those in
+    which no target has a loss."""
+    (tokens,), (targets,), ends = window.tokens, window.targets, list[int]()
+    if window.documents is not None:
+        ends = (window.documents[0].diff().nonzero().flatten() + 1).tolist()
+    pieces = zip(tokens.tensor_split(ends), targets.tensor_split(ends), strict=True)
+    return ((piece, of_piece) for piece, of_piece in pieces if (of_piece != UNCOUNTED).any())
 
 
 def recorded_losses(checkpoint: Checkpoint) -> Losses | None:

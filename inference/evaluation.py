@@ -1,8 +1,7 @@
 """Evaluates models with lm-eval: a score for each metric of each task, the differences between models with confidence
 intervals, and both as a table and as JSON.
 
-Requests, texts and scores are lm-eval's own. Log-likelihoods are computed here in bounded memory (models.py), because
-lm-eval holds the logits of complete batches.
+Requests, log-likelihoods, texts and scores are lm-eval's own.
 
 A score is a mean over n documents, x = sum x_i / n, or f(r), a function of a quotient of sums, r = sum a_i / sum b_i
 (such as nats over bytes). To first order, the error of both is a mean of one number per document, its influence:
@@ -23,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import logging
 import math
 import platform
 import random
@@ -42,19 +40,18 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import t as student
 from tqdm import tqdm
 
-from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, in_one_line
+from inference.models import Model, OpenedFolder, in_one_line
 from megatron_fp4.logging.console import markdown
 
 
-def _no_bar(*arguments: Any, **options: Any) -> Any:
-    return tqdm(*arguments, **(options | {"disable": True}))
+def _bar(*arguments: Any, **options: Any) -> Any:
+    return tqdm(*arguments, **(options | {"disable": not sys.stderr.isatty(), "leave": False}))
 
 
-# lm-eval has no option to disable its progress bars.
+# lm-eval has no option for its progress bars, which it also writes to files and leaves on the screen.
 for _module in (lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface):
-    _module.tqdm = _no_bar
-# The default batch size for generation.
-_GENERATING_ROWS = 16
+    _module.tqdm = _bar
+BATCH_ROWS = 8
 # For the few metrics whose standard error lm-eval bootstraps.
 _BOOTSTRAPS = 1000
 _CONFIDENCE = 0.95
@@ -63,56 +60,6 @@ Metric = tuple[str, str]
 """(task or group, metric)."""
 Document = tuple[int, str]
 """(number in its task, hash of the document and its prompt)."""
-
-
-class FolderModel(HFLM):
-    """The model of a Hugging Face folder for lm-eval. Generation is lm-eval's, with contexts padded at the left.
-
-    title: of the progress line. batch_rows: None: by their length. max_length: of a window; None: the model's.
-    """
-
-    def __init__(
-        self, opened: OpenedFolder, title: str = "", batch_rows: int | None = None, max_length: int | None = None
-    ) -> None:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        super().__init__(
-            pretrained=opened.model,
-            tokenizer=opened.tokenizer,
-            backend="causal",
-            batch_size=batch_rows or _GENERATING_ROWS,
-            max_length=max_length,
-        )
-        self._scorer, self._progress = Scorer(opened.model, batch_rows), ProgressLine(title)
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
-    ) -> list[tuple[float, bool]]:
-        """For each (key, context, continuation), the log-probability of the continuation, and whether it is greedy.
-
-        Requests with the same tokens except the last one share a row. A request that is too long loses its beginning.
-        """
-        rows: dict[tuple[int, ...], list[int]] = {}  # input tokens -> numbers of the requests
-        for number, (_, context, continuation) in enumerate(requests):
-            if not context or not 0 < len(continuation) <= self.max_length:
-                raise ValueError(
-                    f"a continuation of {len(continuation)} tokens after a context of {len(context)} cannot be scored "
-                    f"in a window of {self.max_length}; raise --max-length"
-                )
-            rows.setdefault(tuple((context + continuation)[-(self.max_length + 1) :][:-1]), []).append(number)
-
-        def row(tokens: tuple[int, ...], numbers: list[int]) -> Row:
-            continuations = [requests[number][2] for number in numbers]
-            positions = [at for c in continuations for at in range(len(tokens) - len(c), len(tokens))]
-            return Row(tokens, positions, [token for c in continuations for token in c])
-
-        scored = self._scorer.score([row(*each) for each in rows.items()], self._progress)
-        found: dict[int, tuple[float, bool]] = {}
-        for numbers, each in zip(rows.values(), scored, strict=True):
-            lengths = [len(requests[number][2]) for number in numbers]
-            parts = zip(each.log_probs.split(lengths), each.greedy.split(lengths), strict=True)
-            for number, (log_probs, greedy) in zip(numbers, parts, strict=True):
-                found[number] = float(log_probs.sum()), bool(greedy.all())
-        return [found[number] for number in range(len(requests))]
 
 
 @dataclass(frozen=True)
@@ -222,18 +169,26 @@ def examine(
 ) -> Examined:
     """Run loaded tasks (`tasks.load_tasks`) on a model's opened folder.
 
-    limit: use only the first documents of each task; None: all. batch_rows, max_length: as for `FolderModel`.
+    limit: use only the first documents of each task; None: all. batch_rows: None: BATCH_ROWS. max_length: of a window;
+    None: the model's.
     """
     # The seeds of lm-eval's own command, for the examples and the answers.
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
-    model = FolderModel(opened, named.name, batch_rows, max_length)
+    model = HFLM(
+        pretrained=opened.model,
+        tokenizer=opened.tokenizer,
+        backend="causal",
+        softmax_dtype="float32",
+        batch_size=batch_rows or BATCH_ROWS,
+        max_length=max_length,
+    )
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
             results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
-    except AssertionError as error:  # for example more tokens to generate than a window has
-        raise ValueError(f"lm-eval refuses {named.name}: {in_one_line(error)}") from error
+    except AssertionError as error:  # for example more tokens to score or to generate than a window has
+        raise ValueError(f"lm-eval refuses {named.name} ({in_one_line(error)}); raise --max-length") from error
     facts = {
         **named.facts,
         "dtype": str(opened.model.dtype).removeprefix("torch."),

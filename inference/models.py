@@ -1,5 +1,5 @@
-"""Opens the models named on a command line with transformers, and computes the log-probabilities of tokens in bounded
-memory. A model is a Hugging Face folder, or a checkpoint, which is exported into a temporary folder."""
+"""Opens the models named on a command line with transformers: Hugging Face folders, and checkpoints, which are exported
+into a temporary folder."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import CONFIG, Progress, export_hf
+from exchange.hf_export import CONFIG, export_hf
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import MANIFEST, check_plain, step_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MISSING = 'lm-eval and transformers are not installed: pip install -e ".[eval]"'
-BATCH_TOKENS = 8192
-# FP32 elements of logits at a time: 256 MB.
-_LOGITS = 1 << 26
 
 
 class Model(NamedTuple):
@@ -172,88 +168,6 @@ def device_named(name: str | None) -> str:
         problem = in_one_line(error, 80)
         raise ValueError(f"--device {name} cannot be used ({problem}); use cpu, cuda or cuda:N") from error
     return name
-
-
-class Row(NamedTuple):
-    """tokens: the input, at least one. positions, targets [n]: the logits at positions[i] predict targets[i]."""
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    targets: Sequence[int]
-
-
-class Scored(NamedTuple):
-    """For a row's n targets, on the CPU: log_probs in nats, FP64; greedy: whether each is the most probable token."""
-
-    log_probs: Tensor
-    greedy: Tensor
-
-
-class Scorer:
-    """Log-probabilities of given tokens by a causal model of transformers.
-
-    Rows are scored longest first, so that the rows of a batch have similar lengths, and a batch that is too large fails
-    at once. A batch is padded at the right, without a mask or cache: in a causal model, attention or Mamba, no position
-    depends on later ones. The head multiplies only the requested positions, in parts, so logits take a few hundred MB
-    for any length and vocabulary. The softmax is in FP32.
-
-    batch_rows: rows of a batch; None: as many as have BATCH_TOKENS padded tokens.
-    """
-
-    def __init__(self, model: Any, batch_rows: int | None = None) -> None:
-        self._model, self._batch_rows = model, batch_rows
-        self._plain_head: bool | None = None
-
-    @torch.no_grad()
-    def score(self, rows: Sequence[Row], progress: Progress | None = None) -> list[Scored]:
-        found: dict[int, Scored] = {}
-        for batch in self.batches([len(row.tokens) for row in rows]):
-            found.update(zip(batch, self._score_batch([rows[number] for number in batch]), strict=True))
-            if progress is not None:
-                progress(len(found), len(rows))
-        return [found[number] for number in range(len(rows))]
-
-    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Batches of row numbers with similar lengths, longest first."""
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        while order:
-            count = self._batch_rows or max(1, BATCH_TOKENS // max(lengths[order[0]], 1))
-            yield order[:count]
-            order = order[count:]
-
-    def _score_batch(self, rows: Sequence[Row]) -> list[Scored]:
-        device = self._model.device
-        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
-        for row, line in zip(rows, tokens, strict=True):
-            line[: len(row.tokens)] = torch.tensor(row.tokens)
-        which = torch.tensor([number for number, row in enumerate(rows) for _ in row.positions], device=device)
-        where = torch.tensor([position for row in rows for position in row.positions], device=device)
-        targets = torch.tensor([target for row in rows for target in row.targets], device=device)
-        states, head = self._states(tokens.to(device))
-        log_probs = torch.empty(len(targets), dtype=torch.float64)
-        greedy = torch.empty(len(targets), dtype=torch.bool)
-        size = max(1, _LOGITS // self._model.config.vocab_size)
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            logits = head(states[which[part], where[part]]).float()
-            picked = logits.gather(-1, targets[part, None]).squeeze(-1)
-            log_probs[part] = (picked - logits.logsumexp(-1)).double().cpu()
-            greedy[part] = (logits.argmax(-1) == targets[part]).cpu()
-        ends = [len(row.targets) for row in rows]
-        return [Scored(*pair) for pair in zip(log_probs.split(ends), greedy.split(ends), strict=True)]
-
-    def _states(self, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The input of the head, [rows, length, hidden], and the head. If the model does more than its head computes
-        (some cap or scale logits): the logits, and an identity function."""
-        head, decoder = self._model.get_output_embeddings(), self._model.get_decoder()
-        if self._plain_head is None:
-            probe = tokens[:1, :8]
-            theirs = self._model(probe, use_cache=False).logits.float()
-            ours = theirs.new_empty(0) if head is None else head(decoder(probe, use_cache=False)[0]).float()
-            self._plain_head = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-        if self._plain_head:
-            return decoder(tokens, use_cache=False)[0], head
-        return self._model(tokens, use_cache=False).logits, lambda logits: logits
 
 
 class ProgressLine:

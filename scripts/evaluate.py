@@ -72,7 +72,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--include-path", type=Path, metavar="FOLDER", help="folder with your own task files")
     add("--num-fewshot", type=at_least(0), metavar="N", help="examples before each document")
     add("--limit", type=at_least(1), metavar="N", help="use only the first N documents of each task")
-    add("--batch-size", type=at_least(1), metavar="N", help="rows of a batch (default: by their length)")
+    add("--batch-size", type=at_least(1), metavar="N", help="rows of a batch (default 8)")
     add("--max-length", type=at_least(2), metavar="N", help="tokens of a window (default: the model's)")
     add("--dtype", choices=DTYPES, help="of the computation (default: auto, the folder's)")
     add("--tokenizer", help="path of the checkpoints' tokenizer, if it was moved")
