@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from megatron_fp4.config.precision_schema import ExceptionConfig
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig
 from megatron_fp4.precision.plan import LinearShape
@@ -166,21 +164,6 @@ def choose_execution(config: Config, device_type: str) -> Execution:
     if device_type != "cuda" or compute_dtype != "bfloat16":
         return plain
     return replace(plain, kernels=kernels, compile=torch_compile if _installed("triton") else None)
-
-
-def agreed_execution(execution: Execution) -> Execution:
-    """`execution`, if all ranks chose the same parts. A collective. Raises ConfigError if they did not."""
-    executions: list[Execution] = [execution] * dist.get_world_size()
-    dist.all_gather_object(executions, execution)
-    used = [{*chosen.kernels, *(["compiled"] if chosen.compiled else [])} for chosen in executions]
-    for rank, parts in enumerate(used):
-        if parts != used[0]:
-            raise ConfigError(
-                f"train.kernels=auto: ranks 0 and {rank} differ in their fused parts: "
-                f"{', '.join(sorted(parts ^ used[0]))}; install the same packages on all machines, or choose "
-                "train.kernels=torch"
-            )
-    return execution
 
 
 def describe_execution(execution: Execution, config: Config) -> str:

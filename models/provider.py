@@ -5,7 +5,6 @@ from models.hybrid import build_model  # noqa: F401
 from models.initialization import initialize  # noqa: F401
 from models.pattern import (  # noqa: F401
     active_parameters,
-    agreed_execution,
     check,
     check_exceptions,
     choose_execution,

@@ -23,7 +23,6 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 
 from megatron_fp4.config.precision_schema import (
     Bf16BlocksConfig,
@@ -447,16 +446,3 @@ def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) ->
         if native == "transformer_engine" and (problem := _size_problem(plan, config.parallel.tensor, te.alignment)):
             return problem
     return None
-
-
-def agreed_backend(choice: BackendChoice) -> BackendChoice:
-    """Returns `choice`. A collective; raises ConfigError if ranks chose different backends."""
-    choices: list[BackendChoice] = [choice] * dist.get_world_size()
-    dist.all_gather_object(choices, choice)
-    for rank, other in enumerate(choices):
-        if other.name != choices[0].name:
-            raise ConfigError(
-                f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; use the "
-                "same GPUs and packages on all machines, or name the backend"
-            )
-    return choice

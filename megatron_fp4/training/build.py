@@ -189,12 +189,16 @@ def device_type_of(config: Config) -> str:
 
 def join_ranks(config: Config, models: ModelProvider) -> ParallelMesh:
     """Join the run's other ranks; returns the mesh. A collective. Raises ConfigError on all ranks if they differ in
-    anything that makes numbers: configuration, precision plans, code, libraries, kind of device."""
+    anything that makes numbers: configuration, precision plans, kernels, code, libraries, kind of device."""
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     plans = json.dumps([plan and plan.as_dict() for plan in plans_of(config, models)])
-    plan = {"precision plan": hashlib.sha256(plans.encode()).hexdigest()[:12]}  # may come from a file
-    check_same({**made_by(device), **settings_of(config), **plan})
+    chosen = {
+        "precision plan": hashlib.sha256(plans.encode()).hexdigest()[:12],  # may come from a file
+        "precision.backend": backend_of(config, models).name,
+        "kernels": models.describe_execution(execution_of(config, models), config),
+    }
+    check_same({**made_by(device), **settings_of(config), **chosen})
     return build_mesh(config.parallel, device)
 
 

@@ -37,7 +37,6 @@ from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.support import agreed_backend
 from megatron_fp4.runtime.errors import ExitCode, printed_at_once
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.revision import changed_facts, made_by, revision
@@ -176,10 +175,9 @@ class Trainer:
             self.data = data.open_data(config, mesh, build.is_refusal)
             identity = run_identity(config, self.data.fingerprint)
         self.progress.at(0, "build the model")
-        backend = agreed_backend(build.backend_of(config, models))
-        execution = models.agreed_execution(build.execution_of(config, models))
+        execution, backend = build.execution_of(config, models), build.backend_of(config, models).open()
         step_state = StepState(seed=config.run.seed)
-        self.model, self.precision = build.sharded_model(config, models, mesh, step_state, execution, backend.open())
+        self.model, self.precision = build.sharded_model(config, models, mesh, step_state, execution, backend)
         self.model.to_empty(device=mesh.device)
         with build.configuration_errors():
             self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)

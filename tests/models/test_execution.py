@@ -1,30 +1,28 @@
 """Which kernels a run uses, and what it recomputes in the backward pass."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from data import provider as data
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.support import BackendChoice
+from megatron_fp4.training import build
 from megatron_fp4.training.step import accumulate
-from megatron_fp4.training.trainer import Trainer
 from models import pattern
 from models import provider as models
 from models.execution import PLAIN, Execution, torch_compile
 from models.mamba2 import fused_conv_silu
 from models.pattern import choose_execution
 from models.ssd import fused_scan
-from pretrain import configure
+from tests.composing import composed
 from tests.distributed.hybrid import controlled_model, micro_batches
 from tests.models.builders import small_config
-from tests.spiked_run import small_corpus
 from tests.training.harness import launch, whole
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
@@ -66,21 +64,22 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
         choose(monkeypatch, "fused", **changes)
 
 
-def _build(rank: int, executions: list[Execution], corpus: list[str]) -> str:
-    """The error of building a run on a rank that chose executions[rank]."""
-    config = configure(["model=tiny", *corpus])
-    mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
-    chosen = mock.patch.object(models, "choose_execution", lambda *_: executions[rank])
-    with chosen, pytest.raises(ConfigError) as refused:
-        Trainer(config, models, data, [], mesh)
+def _join(rank: int, executions: list[Execution], backends: list[str]) -> str:
+    """The refusal of ranks that chose these; rank 0 has the first."""
+    choices = {
+        "execution_of": lambda *_: executions[rank],
+        "backend_of": lambda *_: BackendChoice(backends[rank], "because"),
+        "init_distributed": lambda *_: torch.device("cpu"),
+    }
+    with mock.patch.multiple(build, **choices), pytest.raises(ConfigError) as refused:
+        build.join_ranks(composed("model=tiny"), models)
     return str(refused.value)
 
 
-def test_if_one_rank_lacks_a_package_all_ranks_refuse(tmp_path):
+def test_if_one_rank_lacks_a_package_all_ranks_refuse():
     """Otherwise ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
-    first, second = launch(_build, 2, [PLAIN, Execution(SCAN)], small_corpus(tmp_path))
-    assert first == second
-    assert "ranks 0 and 1 differ in their fused parts: scan" in first
+    first, second = launch(_join, 2, [PLAIN, Execution(SCAN)], ["emulated", "torch"])
+    assert first == second and "has precision.backend=torch, and rank 0 has emulated; kernels=" in first
 
 
 CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)

@@ -113,16 +113,3 @@ def test_fast_math_is_refused(machine, monkeypatch):
         assert chosen(configured()).name == TE
         monkeypatch.setenv(variable, "1")
         assert f"{variable} is set" in refused(configured())
-
-
-def test_ranks_must_agree(monkeypatch):
-    emulated, native = BackendChoice("emulated", "not installed"), BackendChoice(TE, "native")
-    monkeypatch.setattr(support.dist, "get_world_size", lambda: 2)
-
-    def gather(others: list, mine: BackendChoice) -> None:
-        others[:] = [native, mine]
-
-    monkeypatch.setattr(support.dist, "all_gather_object", gather)
-    assert support.agreed_backend(native) is native
-    with pytest.raises(ConfigError, match="rank 1"):
-        support.agreed_backend(emulated)
