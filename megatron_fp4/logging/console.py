@@ -215,8 +215,9 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         kind = re.sub(r"\d+", "#", linear.name, count=1) if compact else linear.name
         # The reason names the block, but the row already has its number.
         why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason
-        have.setdefault((kind, shape), []).append(linear.block)
-        groups.setdefault((kind, shape, names[row.recipe], why), []).append(linear.block)
+        number = int(re.findall(r"\d+", linear.name)[0])  # of a block, or of a set of multi-token prediction
+        have.setdefault((kind, shape), []).append(number)
+        groups.setdefault((kind, shape, names[row.recipe], why), []).append(number)
     rows = []
     for (kind, shape, recipe, why), blocks in groups.items():
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
