@@ -7,12 +7,11 @@ other micro-batches), `consecutive` and `device`. megatron_fp4/training/provider
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -199,8 +198,8 @@ def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSch
     return PhaseSchedule(found, *length)
 
 
-def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -> RunData:
-    """The data of a run, checked to be the same on all ranks. A collective. is_refusal: the user can correct it.
+def open_data(config: Any, mesh: Any, open_alike: Callable[..., Any]) -> RunData:
+    """The data of a run, checked to be the same on all ranks by `open_alike` (training/build.py). A collective.
 
     Raises ValueError on all ranks for data that cannot be opened or does not fit, and for unknown token ids held out.
     """
@@ -210,7 +209,7 @@ def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -
         # Each rank counts the targets of its share of the windows.
         return run, [held_out.target_counts(mesh.batch.rank, mesh.batch.size) for held_out in run.validation]
 
-    run, shares = open_on_all_ranks(opened, lambda found: _facts(found[0]), is_refusal)
+    run, shares = open_alike(opened, lambda found: _facts(found[0]))
     lengths = None if run.bundle.tokenizer is None else run.bundle.tokenizer.byte_lengths()
     statistics = {}
     for held_out, share in zip(run.validation, shares, strict=True):
@@ -266,74 +265,11 @@ def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
     return bundle, [ValidationSet(name, stream, length, samples, *options) for name, stream in streams]
 
 
-def _facts(run: RunData) -> dict[str, dict[str, Any]]:
-    """What must be equal on all ranks, by a name for it: JSON values."""
+def _facts(run: RunData) -> dict[str, str]:
+    """What must be equal on all ranks, by a name for it."""
     facts = {
-        f"{what} {name}": {"num_tokens": stream.num_tokens, "identity": stream.identity()}
-        for what, streams in (("source", run.bundle.train), ("validation source", run.bundle.validation))
+        f"{key}.{name}": f"{stream.num_tokens} tokens ({stream.identity()})"
+        for key, streams in (("data.sources", run.bundle.train), ("data.validation", run.bundle.validation))
         for name, stream in streams.items()
     }
-    return {**facts, "the tokenizer": run.fingerprint}
-
-
-T = TypeVar("T")
-
-
-def open_on_all_ranks(
-    open_data: Callable[[], T],
-    facts_of: Callable[[T], Mapping[str, Mapping[str, Any]]],
-    is_refusal: Callable[[Exception], bool],
-) -> T:
-    """The result of `open_data` on this rank, after a check that all ranks opened the same. A collective. Without it, a
-    rank that lacks a file would hang in training's first collective, and a rank with another version would train on it.
-
-    facts_of: what must be equal, as facts (JSON values) by name, such as the name of a source.
-
-    Raises ValueError on all ranks, with rank, host and reason, if `open_data` raised an error with `is_refusal` or if
-    facts differ from rank 0's. Any other exception is raised on its rank, and as a RuntimeError on the others.
-    """
-    facts: Mapping[str, Mapping[str, Any]] | None = None
-    failure: Exception | None = None
-    try:
-        data = open_data()
-        facts = facts_of(data)
-    except Exception as error:  # any, because the other ranks must not wait for this one
-        failure = error
-    box: list[Any] = [facts]
-    dist.broadcast_object_list(box, src=0)
-    problem = _differences(facts, box[0]) if failure is None else str(failure) or type(failure).__name__
-    crashed = failure is not None and not is_refusal(failure)
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (problem, crashed, socket.gethostname()))
-    by_problem: dict[str, list[str]] = {}
-    for rank, (its_problem, _, host) in enumerate(outcomes):
-        if its_problem:
-            by_problem.setdefault(its_problem, []).append(f"rank {rank} (host {host})")
-    if not by_problem:
-        return data
-    if failure is not None and crashed:
-        raise failure
-    reports = []
-    for its_problem, ranks in list(by_problem.items())[:3]:
-        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        reports.append(f"{', '.join(ranks[:8])}{more}: {its_problem}")
-    text = f"the {len(outcomes)} ranks do not have the same data: {'; '.join(reports)}; copy the same to every host"
-    if len(by_problem.get(problem, ())) == len(outcomes):  # all ranks have the same problem
-        text = problem
-    error_type = RuntimeError if any(has_crashed for _, has_crashed, _ in outcomes) else ValueError
-    raise error_type(text) from failure
-
-
-def _differences(facts: Mapping[str, Mapping[str, Any]] | None, rank_0: Mapping[str, Mapping[str, Any]] | None) -> str:
-    """How this rank's facts differ from rank 0's, as text; "" if they are equal or one of the two is None."""
-    if facts is None or rank_0 is None:
-        return ""
-    found = []
-    for name in {**rank_0, **facts}:
-        ours, theirs = facts.get(name, {}), rank_0.get(name, {})
-        found += [
-            f"{name} with {key} {str(ours.get(key))[:80]}, rank 0 with {str(theirs.get(key))[:80]}"
-            for key in {**theirs, **ours}
-            if ours.get(key) != theirs.get(key)
-        ]
-    return "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+    return {**facts, "data.tokenizer": str(run.fingerprint["tokenizer"])}

@@ -113,7 +113,10 @@ def changed_facts(before: Mapping[str, str], now: Mapping[str, str]) -> list[tup
     return [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def check_same(facts: Mapping[str, str]) -> None:
+def check_same(
+    facts: Mapping[str, str],
+    remedy: str = "Start all with the same command, code and libraries, on the same kind of machine",
+) -> None:
     """Raise ConfigError on all ranks, unless all ranks have the same `facts`. A collective."""
     of_rank_0: list[Any] = [dict(facts)]
     dist.broadcast_object_list(of_rank_0, src=0)
@@ -125,7 +128,4 @@ def check_same(facts: Mapping[str, str]) -> None:
     wrong = [f"rank {rank} ({host}) has {text}" for rank, (text, host) in enumerate(outcomes) if text]
     if wrong:
         others = f"; {len(wrong) - 1} more ranks differ, too" if len(wrong) > 1 else ""
-        raise ConfigError(
-            f"the ranks are not alike: {wrong[0]}{others}. Start all with the same command, code and libraries, on the "
-            "same kind of machine"
-        )
+        raise ConfigError(f"the ranks are not alike: {wrong[0]}{others}. {remedy}")

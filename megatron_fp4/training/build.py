@@ -11,11 +11,13 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
@@ -45,6 +47,7 @@ from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 
+T = TypeVar("T")
 _ONE_BY_ONE = "one expert after another, for which the host waits for the numbers of their tokens"
 
 
@@ -272,6 +275,33 @@ def graphs_for(
 def is_refusal(error: Exception) -> bool:
     """Whether the user has to correct this error of data, plans or checkpoints: not a failing disk or network."""
     return isinstance(error, ValueError) or (isinstance(error, OSError) and is_user_error(error))
+
+
+def open_alike(open_data: Callable[[], T], facts_of: Callable[[T], Mapping[str, str]]) -> T:
+    """What `open_data` returns on this rank, after a check that all ranks have the same `facts_of` it. A collective.
+    Without it, a rank that lacks a file would hang in training's first collective, and a rank with another version
+    would train on it.
+
+    Raises ValueError on all ranks, with rank, host and reason, if `open_data` raised an error with `is_refusal`, and
+    ConfigError if facts differ. Any other exception is raised on its rank, and as a RuntimeError on the others.
+    """
+    failure: Exception | None = None
+    try:
+        opened = open_data()
+    except Exception as error:  # any, because the other ranks must not wait for this one
+        failure = error
+    refused = failure is None or is_refusal(failure)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    problem = None if failure is None else str(failure) or type(failure).__name__
+    dist.all_gather_object(outcomes, (problem, refused, socket.gethostname()))
+    if failure is not None and (not refused or len({text for text, *_ in outcomes}) == 1):
+        raise failure
+    if told := [f"rank {rank} (host {host}): {text}" for rank, (text, _, host) in enumerate(outcomes) if text]:
+        others = f"; {len(told) - 1} more ranks fail, too" if len(told) > 1 else ""
+        kind = ValueError if all(refused for _, refused, _ in outcomes) else RuntimeError
+        raise kind(f"the data of {len(told)} of {len(outcomes)} ranks cannot be opened: {told[0]}{others}") from failure
+    check_same(facts_of(opened), "Copy the same data to every host")
+    return opened
 
 
 @contextlib.contextmanager

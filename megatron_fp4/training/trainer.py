@@ -172,7 +172,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.progress.at(0, "open the data")  # first, so that its errors come before minutes of initialization
         with build.configuration_errors():
-            self.data = data.open_data(config, mesh, build.is_refusal)
+            self.data = data.open_data(config, mesh, build.open_alike)
             identity = run_identity(config, self.data.fingerprint)
         self.progress.at(0, "build the model")
         execution, backend = build.execution_of(config, models), build.backend_of(config, models).open()
