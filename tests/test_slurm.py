@@ -36,7 +36,7 @@ def write(run_dir: Path, monkeypatch: pytest.MonkeyPatch, state: str, start: str
     [
         ("finished", "", "1", False),
         ("refused", "ConfigError: run.dir", "0", False),
-        ("diverged", 'NonFiniteError: 10 steps "in a row"', "0", False),
+        ("diverged", 'DivergedError: 10 steps "in a row"', "0", False),
         ("wrong_numbers", "", "1", False),
         ("stopped", "run.max_minutes=230", "0", True),
         ("stopped", "the file STOP", "0", False),

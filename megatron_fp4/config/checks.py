@@ -189,12 +189,10 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
     for key, path in files.items():
         if path is not None and not Path(path).exists():
             yield f"{key}={path}: there is no such file; correct the path, or set null"
-    settings = {"tensorboard": str(config.logging.tensorboard).lower(), "wandb": config.logging.wandb}
-    for package, value in settings.items():
-        # A folder of that name, such as the one that wandb writes, is no package.
-        there = (found := importlib.util.find_spec(package)) is not None and found.origin is not None
-        if value not in ("false", "disabled") and not there:
-            yield f"logging.{package}={value} needs the package {package}; pip install {package}, or switch it off"
+    # A folder of that name, such as the one that wandb writes, is no package.
+    there = (found := importlib.util.find_spec("wandb")) is not None and found.origin is not None
+    if config.logging.wandb != "disabled" and not there:
+        yield f"logging.wandb={config.logging.wandb} needs the package wandb; pip install wandb, or switch it off"
     if config.logging.wandb == "online" and not _may_log_in():
         yield (
             "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc; run `wandb login` "

@@ -7,7 +7,7 @@ from decimal import Decimal
 from os.path import expanduser
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 # Powers of a thousand, as in counts of tokens and parameters: 10k is 10,000.
 _POWERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -20,13 +20,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, str) and (parts := re.fullmatch(r"([-+]?\d[\d_]*\.?\d*(?:e[-+]?\d{1,3})?)([kKMBGT]?)", value)):
         return float(Decimal(parts[1]) * _POWERS[parts[2]])
     return value
-
-
-def _path_or_paths(value: Any) -> Any:
-    paths = value if isinstance(value, list) else [value]
-    if not all(isinstance(path, str) and path.strip() for path in paths) or not paths:
-        raise ValueError("give a path or a list of paths")
-    return [expanduser(path) for path in paths] if isinstance(value, list) else expanduser(value)
 
 
 def _path(value: str) -> str:
@@ -63,5 +56,5 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_bool_as_text)]
 FourOverSix = Annotated[Literal["none", "absolute", "squared"], BeforeValidator(_bool_as_error)]
 PathText = Annotated[str, AfterValidator(_path)]
-PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
+PathOrPaths = PathText | Annotated[list[PathText], Field(min_length=1)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

@@ -36,8 +36,9 @@ from megatron_fp4.runtime.revision import revision
 
 # Events of which the page only has the number and the last one, unless they report a fault; the most other events.
 _ROUTINE, _MOST_EVENTS = ("checkpoint", "export", "replay", "recheck"), 200
-# Curves: title, field, and the kind of records that have the field.
+# Curves: title, field, and the kind of records that have the field. All but the first are smoothed.
 _CURVES = (
+    ("learning rate", "lr", "step"),
     ("gradient norm before clipping", "grad_norm", "step"),
     ("tokens per second, all devices", "tokens_per_second", "step"),
     ("model FLOPs utilization", "mfu", "step"),
@@ -168,7 +169,7 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
         ("Summary", [], [("", head if several else [], _summary(runs))], ""),
         ("Losses", _losses(runs, baseline, looks), [], ""),
         ("Gap", _gaps(base, others, looks), [], note),
-        ("Optimizer and speed", [_learning_rate(runs, looks), *curves], [], ""),
+        ("Optimizer and speed", curves, [], ""),
         ("Phases", [], each(_phases, "phase", "length", "blend", "steps so far"), ""),
         ("Sources", [], each(_sources, "source", "tokens so far", "epochs so far", "held-out loss (nats)"), ""),
         ("Precision plan", [], each(_plan, "recipe", "linears", "why these", "operands"), ""),
@@ -432,27 +433,19 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder], looks: Looks) -> li
     return [_figure(f"loss above {base.name} in percent", draw)]
 
 
-def _learning_rate(runs: Sequence[RunFolder], looks: Looks) -> Markup:
-    def draw(_: Figure, axes: Axes) -> None:
-        for run in runs:
-            axes.plot(*run.series("lr"), label=run.name if len(runs) > 1 else "learning rate", **looks[run.path].line())
-        axes.set_ylim(bottom=0)
-        _step_axis(runs, axes)
-
-    return _figure("learning rate", draw)
-
-
 def _curve(runs: Sequence[RunFolder], looks: Looks, title: str, field: str, kind: str) -> list[Markup]:
-    every = []
+    every, smoothed = [], field != "lr"
     for run in runs:
         steps, values = run.series(field, kind)
         if (there := np.isfinite(values)).any():  # not every record has every field
-            every.append((run.name if len(runs) > 1 else "smoothed", looks[run.path], steps[there], values[there]))
+            name = run.name if len(runs) > 1 else "smoothed" if smoothed else title
+            every.append((name, looks[run.path], steps[there], values[there]))
 
     def draw(_: Figure, axes: Axes) -> None:
         for name, style, steps, values in every:
-            axes.plot(steps, values, color=style.color, alpha=0.25, linewidth=0.7)
-            axes.plot(steps, pictures.smooth(values), label=name, **style.line())
+            if smoothed:
+                axes.plot(steps, values, color=style.color, alpha=0.25, linewidth=0.7)
+            axes.plot(steps, pictures.smooth(values) if smoothed else values, label=name, **style.line())
         top = max(np.percentile(values, 99.5) for *_, values in every)
         axes.set_ylim(0, max(top * 1.25, 1e-9))  # one slow first step must not flatten all others
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))

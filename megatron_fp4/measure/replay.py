@@ -35,16 +35,11 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.operands import LinearCall
 from megatron_fp4.precision.plan import PrecisionController
-from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import GlobalBatch, accumulate, global_batch_of
 
 _WIDTH = 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class ReplayError(WrongNumbersError):
-    """A rank computed the same micro-batch twice, with different results. All ranks raise it with the same message."""
 
 
 @dataclass(frozen=True)

@@ -630,10 +630,6 @@ def _dependence(one: Tensor, other: Tensor, *variances: Tensor) -> str:
 # ------------------------------------------------------------------------------------------------------------- recheck
 
 
-class RecheckError(SelfTestError):
-    """A linear of a run did not compute what the reference computes. The message is the same on all ranks."""
-
-
 @dataclass(frozen=True)
 class Rechecked:
     """The result for one linear in one step (from 0). faults: those of all ranks; every rank has the same list."""

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.precision.verify import RecheckError
+from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime import errors
-from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of, of_torchrun
+from megatron_fp4.runtime.errors import ExitCode, code_for_launcher, exit_code_of, of_torchrun
 from megatron_fp4.runtime.run_state import report_ending
 from megatron_fp4.runtime.signals import NO_SIGNALS
-from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import ROOT, fork_server
 
 LINE = "pretrain.py: train.stepz is not a key; did you mean train.steps?"
@@ -26,8 +25,9 @@ REFUSAL = ConfigError(LINE.removeprefix("pretrain.py: "))
 
 
 def test_errors_have_their_codes() -> None:
-    errors = [ConfigError(""), NonFiniteError(""), RecheckError(""), WrongNumbersError(""), KeyboardInterrupt()]
-    assert [int(exit_code_of(error)) for error in errors] == [2, 3, 4, 4, 1]
+    wrong = [SelfTestError(""), errors.WrongNumbersError("")]
+    raised = [ConfigError(""), errors.DivergedError(""), *wrong, KeyboardInterrupt()]
+    assert [int(exit_code_of(error)) for error in raised] == [2, 3, 4, 4, 1]
 
 
 def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

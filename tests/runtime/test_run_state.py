@@ -14,10 +14,9 @@ import pytest
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime import run_state
-from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of
+from megatron_fp4.runtime.errors import DivergedError, ExitCode, StoppedError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, try_folder, write_state
-from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import Program, wait_until
 from tests.training.harness import launch
 
@@ -132,9 +131,9 @@ def test_the_state_of_a_start_until_its_end(mesh: ParallelMesh, tmp_path: Path) 
         assert kept.ended(ExitCode.STOPPED, 7, "the file STOP") == 75
     assert state(tmp_path)["state"] == "stopped" and state(tmp_path)["step"] == 7
     progress.at(12, "update")
-    with pytest.raises(NonFiniteError), RunState(tmp_path, True, progress):
-        raise NonFiniteError("ten in a row")
+    with pytest.raises(DivergedError), RunState(tmp_path, True, progress):
+        raise DivergedError("ten in a row")
     written = state(tmp_path)
-    assert (written["state"], written["step"], written["reason"]) == ("diverged", 12, "NonFiniteError: ten in a row")
+    assert (written["state"], written["step"], written["reason"]) == ("diverged", 12, "DivergedError: ten in a row")
     with RunState(tmp_path, False, progress):
         assert state(tmp_path) == written

@@ -15,7 +15,8 @@ from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.measure.diagnosis import diagnose_nonfinite, find_nonfinite
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.callbacks.bad_steps import NonFiniteError, SkippedSteps, SpikeError, Spikes
+from megatron_fp4.runtime.errors import DivergedError
+from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.step import StepResult
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, train_step
@@ -47,16 +48,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
     assert (callback.consecutive, callback.total) == (2, 4)
     old = {"consecutive": 2, "total": 7}  # saved by an older version
     for state, done in ((callback.state_dict(), 7), (old, 6)):
-        with pytest.raises(NonFiniteError, match=rf"3 steps in a row .* up to step {done} .* those after step 3\. It"):
+        with pytest.raises(DivergedError, match=rf"3 steps in a row .* up to step {done} .* those after step 3\. It"):
             after(skipped(3, state=state), done, BAD)
     callback = skipped(1)
     after(callback, 9, SPIKE)
     callback.rolled_back(9, 5, None)
-    with pytest.raises(NonFiniteError, match=r"those after step 5\."):
+    with pytest.raises(DivergedError, match=r"those after step 5\."):
         after(callback, 10, BAD)
     callback = skipped(10, num_steps=2)
     after(callback, 1, SPIKE)
-    with pytest.raises(NonFiniteError, match="the run ends without an update"):
+    with pytest.raises(DivergedError, match="the run ends without an update"):
         after(callback, 2, BAD)
 
 
@@ -107,7 +108,7 @@ def _until_the_end(rank: int) -> str:
         step.result = train_step(model, optimizer, step.batch, mesh, step_state, step=index)
         try:
             callback.after_step(step)
-        except NonFiniteError as error:
+        except DivergedError as error:
             return str(error)
     raise AssertionError("did not end")
 
@@ -200,7 +201,7 @@ def test_rollbacks_to_one_checkpoint_count_as_in_a_row() -> None:
     assert feed(spikes, [(9.0, 1.0), *noisy(5, seed=1)], 10) == [11]
     spikes.rolled_back(11, 5, saved)
     assert spikes.in_row == 1 and spikes.state_dict()["history"] == saved["history"]
-    with pytest.raises(SpikeError, match=r"2 spikes after the checkpoint of step 5 .* It is so\."):
+    with pytest.raises(DivergedError, match=r"2 spikes after the checkpoint of step 5 .* It is so\."):
         feed(spikes, [(9.0, 1.0)], 30)
 
 

@@ -18,12 +18,12 @@ from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime import signals
-from megatron_fp4.runtime.errors import ExitCode, exit_code_of
+from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training import build
 from megatron_fp4.training.callbacks import replicas
-from megatron_fp4.training.callbacks.replicas import Difference, Replicas, ReplicasError
+from megatron_fp4.training.callbacks.replicas import Difference, Replicas
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 from models import provider as models
 from scripts import replay
@@ -78,7 +78,7 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
         if rank == 3:
             disturb(trainer)
         callback._agreed, callback._compared = 1, None
-        with pytest.raises(ReplicasError) as error:
+        with pytest.raises(WrongNumbersError) as error:
             callback.compare(2)
         assert exit_code_of(error.value) is ExitCode.WRONG_NUMBERS
         found[name] = str(error.value), replicas.compare(trainer)[1]
@@ -129,7 +129,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
             try:
                 with pretrain.only_run(config, TimeLedger(), StopRequest(), Progress()) as (trainer, _):
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
-            except ReplicasError as error:
+            except WrongNumbersError as error:
                 message = str(error)
         dist.barrier()  # until the first rank has closed the records
         with contextlib.redirect_stdout(printed):

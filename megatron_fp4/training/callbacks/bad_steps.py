@@ -38,14 +38,6 @@ from megatron_fp4.training.trainer import Callback, Step
 _LOSS_FLOOR, _NORM_FLOOR = 0.005, 0.2
 
 
-class NonFiniteError(DivergedError):
-    """Too many steps in a row were skipped."""
-
-
-class SpikeError(DivergedError):
-    """Too many spikes in a row."""
-
-
 class SkippedSteps(Callback):
     """Counts steps that were skipped because they were not finite.
 
@@ -61,7 +53,7 @@ class SkippedSteps(Callback):
         self.consecutive = self.total = self.without_update = 0
 
     def after_step(self, step: Step) -> None:
-        """Raises NonFiniteError on all ranks, with a diagnosis."""
+        """Raises DivergedError on all ranks, with a diagnosis."""
         result = step.result
         if not result.skipped:
             self.consecutive = self.without_update = 0
@@ -74,7 +66,7 @@ class SkippedSteps(Callback):
         no_update_at_all = step.done == self.num_steps and self.without_update >= step.done
         if no_update_at_all or self.consecutive >= self.max_in_row:
             end = "the run ends without an update: " if no_update_at_all else ""
-            raise NonFiniteError(
+            raise DivergedError(
                 f"{end}{self.consecutive} steps in a row were not finite, up to step {step.done} (loss {result.loss}, "
                 f"gradient norm {result.grad_norm}): weights and optimizer are those after step "
                 f"{step.done - self.without_update}. {self.trainer.compute_again(diagnose_nonfinite, step.batch)}"
@@ -142,7 +134,7 @@ class Spikes(Callback):
         self._skip_or_roll_back(spike, step.done)
         if spike.in_row >= self.config.max_in_row:
             row = "in a row" if self._checkpoint is None else f"after the checkpoint of step {self._checkpoint}"
-            raise SpikeError(
+            raise DivergedError(
                 f"{spike.in_row} spikes {row} (spikes.max_in_row={self.config.max_in_row}), the last in step "
                 f"{step.done}: {spike}. {self.trainer.compute_again(diagnose_spike, step.batch, step.result)}"
             )

@@ -54,6 +54,7 @@ from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.operands import LinearContext
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization import cuda
+from megatron_fp4.runtime.revision import changed_facts
 from megatron_fp4.training.trainer import Callback
 
 log = logging.getLogger(__name__)
@@ -288,8 +289,7 @@ def _choose(
         if there == environment:
             lines += [f"kernels: not as in {place}: {line}" for line in apply_choices(choices_in(record), autotuners)]
             continue
-        names = [n for n in sorted(there.keys() | environment.keys()) if environment.get(n) != there.get(n)]
-        differing = "; ".join(f"{n} {environment.get(n)} instead of {there.get(n)}" for n in names)
+        differing = "; ".join(f"{n} {here} instead of {other}" for n, other, here in changed_facts(there, environment))
         lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
     known, began = choices_of(autotuners).keys(), time.perf_counter()
     for autotuner in autotuners.values():

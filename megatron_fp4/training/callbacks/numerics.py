@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_fp4.measure.diagnostics import Probe, ResidualStream, diagnostics_record, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
-from megatron_fp4.measure.replay import ReplayError, replay
+from megatron_fp4.measure.replay import replay
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.verify import Recheck, RecheckError
+from megatron_fp4.precision.verify import Recheck
+from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.trainer import Callback, Step
 
 
@@ -39,12 +40,12 @@ class LinearCheck(Callback):
         return self._recheck.watching(step.index)
 
     def after_step(self, step: Step) -> None:
-        """Raises RecheckError on all ranks if the linear's result was wrong."""
+        """Raises WrongNumbersError on all ranks if the linear's result was wrong."""
         if (found := self._recheck.collect()) is None or not found.faults:
             return
         self.trainer.log.metrics.event(step.done, "recheck", linear=found.linear, faults=found.faults)
         remedy = "set precision.backend=emulated, or precision.recheck_interval=0 to continue without this check"
-        raise RecheckError(f"{found}; {remedy}")
+        raise WrongNumbersError(f"{found}; {remedy}")
 
 
 class Switch(Callback):
@@ -83,7 +84,7 @@ class ReplayCheck(Callback):
     """Computes a micro-batch of each rank twice every `run.replay_interval` steps."""
 
     def before_step(self, step: Step) -> None:
-        """Raises ReplayError on all ranks if a rank's two results differ."""
+        """Raises WrongNumbersError on all ranks if a rank's two results differ."""
         trainer = self.trainer
         if step.index % trainer.config.run.replay_interval:
             return
@@ -95,7 +96,7 @@ class ReplayCheck(Callback):
             found = {"ranks": ranks, "first": culprits[0].first, "differences": differences}
             trainer.log.metrics.event(step.done, "replay", **found)
             remedy = "test that machine, or set run.replay_interval=0 to continue without this check"
-            raise ReplayError(f"{replayed}; {remedy}")
+            raise WrongNumbersError(f"{replayed}; {remedy}")
 
 
 class QuantizationDiagnostics(Callback):

@@ -36,10 +36,6 @@ from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 _LOCATED, _PART, _SHOWN = 4, 1 << 16, 8
 
 
-class ReplicasError(WrongNumbersError):
-    """Ranks that should hold the same do not. All ranks raise it with the same message."""
-
-
 @dataclass(frozen=True)
 class Difference:
     """The difference between the ranks of one group.
@@ -86,7 +82,7 @@ class Replicas(Callback):
         self.compare(done)
 
     def compare(self, done: int) -> None:
-        """Raises ReplicasError on all ranks. A collective."""
+        """Raises WrongNumbersError on all ranks, with the same message. A collective."""
         trainer, mesh = self.trainer, self.trainer.mesh
         if self._compared == done or mesh.world_size == 1:
             return
@@ -105,7 +101,7 @@ class Replicas(Callback):
             f"torchrun --nproc-per-node {mesh.world_size} scripts/replay.py --trust-config {trainer.config.run.dir} "
             f"--step {done} (on as many ranks, on several nodes if need be) finds which of them is wrong; "
         )
-        raise ReplicasError(
+        raise WrongNumbersError(
             f"after step {done} {'. '.join(map(str, differences))}{more}. They agreed {since}. "
             f"{'' if differences[0].wrong or not done else find}continue from a checkpoint without that machine, or "
             "set run.replicas_interval=0 to continue without this check"
