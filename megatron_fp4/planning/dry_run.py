@@ -180,7 +180,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, check
         numbers = {batch // (config.train.micro_batch_size * mesh.batch.size) for batch in batches}
         # Three micro-batches are enough: all between the first and the last are alike.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
-        ledger = Ledger(lambda: step_state.micro_batch, lambda: backend.num_products)
+        ledger = Ledger(lambda: step_state.micro_batch)
+        ledger.count_products(backend)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
@@ -277,31 +278,7 @@ class AllocatingGPU(cuda.NvidiaGPU):
         pass
 
 
-class _CountsProducts(Backend):
-    """num_products: how many GEMMs the linears have computed."""
-
-    num_products = 0
-
-    def gemm(self, *arguments: Any) -> Any:
-        """As the backend, counted."""
-        self.num_products += 1
-        return super().gemm(*arguments)  # type: ignore[safe-super]
-
-    def grouped_gemm(self, *arguments: Any) -> Any:
-        """As the backend, counted."""
-        self.num_products += 1
-        return super().grouped_gemm(*arguments)
-
-
-class _PlannedEmulation(_CountsProducts, EmulatedBackend):
-    """The emulation, on kernels that do nothing."""
-
-
-class _PlannedTorch(_CountsProducts, TorchBackend):
-    """The backend `torch`, on kernels that do nothing."""
-
-
-class _PlannedTransformerEngine(_CountsProducts, TransformerEngineBackend):
+class _PlannedTransformerEngine(TransformerEngineBackend):
     """Allocates what quantizers and GEMMs of Transformer Engine return. What they allocate besides is not known."""
 
     def __init__(self) -> None:  # without the package
@@ -327,7 +304,6 @@ class _PlannedTransformerEngine(_CountsProducts, TransformerEngineBackend):
             return super().gemm(a, b, out_dtype, total, groups)  # type: ignore[no-any-return]
         if groups is not None:
             return added(self.gemm(a, b, out_dtype), total, groups)
-        self.num_products += 1
         if total is not None:
             return total
         return torch.empty(_num_rows(a), _num_rows(b), dtype=out_dtype, device=a.data.device)
@@ -349,15 +325,15 @@ def _num_rows(operand: NativeOperand) -> int:
     return operand.data.shape[1 if exchanged else 0]
 
 
-_BACKENDS: dict[str, Callable[[], _CountsProducts]] = {
-    "emulated": _PlannedEmulation,
-    "torch": _PlannedTorch,
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "emulated": EmulatedBackend,
+    "torch": TorchBackend,
     "transformer_engine": _PlannedTransformerEngine,
 }
 
 
 @contextmanager
-def planned_gpu(backend: str = "emulated") -> Iterator[_CountsProducts]:
+def planned_gpu(backend: str = "emulated") -> Iterator[Backend]:
     """Inside, tensors are on an H100 or H200 that allocates and computes nothing. Yields the backend of its linears.
 
     backend: its name in `precision.backend`.
@@ -437,16 +413,16 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
-    now: returns the micro-batch that runs. num_products: returns how many GEMMs the linears have computed.
+    now: returns the micro-batch that runs. num_products: how many GEMMs the linears have computed.
 
     sent: all messages in order, each with the micro-batch that sent it. live_bytes, peak_bytes: of all storages.
     """
 
-    def __init__(self, now: Callable[[], int], num_products: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, now: Callable[[], int]) -> None:
         super().__init__()
         self.sent: list[tuple[int, Message]] = []
-        self.live_bytes = self.peak_bytes = 0
-        self._now, self._num_products, self._operations = now, num_products, 0
+        self.live_bytes = self.peak_bytes = self.num_products = 0
+        self._now, self._operations = now, 0
         # By the storage that receives a message: its index in `sent`, and how many GEMMs and operations came before.
         self._under_way: dict[int, tuple[int, int, int]] = {}
         self._storages: dict[int, _Storage] = {}  # by address, which a later storage may reuse
@@ -465,7 +441,7 @@ class Ledger(TorchDispatchMode):
         def waited(pending: Pending) -> Tensor:
             received = self._wait(pending)
             index, products, operations = self._under_way.pop(received.untyped_storage()._cdata)
-            if self._num_products() > products:
+            if self.num_products > products:
                 beside = "GEMM"
             else:
                 beside = "others" if self._operations > operations else "nothing"
@@ -495,6 +471,18 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf)
         return result
+
+    def count_products(self, backend: Any) -> None:
+        """From now on, count the products of `backend`."""
+
+        def counted(product: Callable[..., Any]) -> Callable[..., Any]:
+            def count_and_compute(*arguments: Any) -> Any:
+                self.num_products += 1
+                return product(*arguments)
+
+            return count_and_compute
+
+        backend.gemm, backend.grouped_gemm = counted(backend.gemm), counted(backend.grouped_gemm)
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage that is alive, by its number."""
@@ -531,7 +519,7 @@ class Ledger(TorchDispatchMode):
         tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         received = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-        counts = len(self.sent), self._num_products(), self._operations
+        counts = len(self.sent), self.num_products, self._operations
         self._under_way[received.untyped_storage()._cdata] = counts
         message = Message(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors))
         self.sent.append((self._now(), message))
