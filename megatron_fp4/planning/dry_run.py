@@ -63,8 +63,8 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 # Along these, ranks that compute other micro-batches gather parameters and sum gradients.
 BATCH_AXES = [ROWS, *(axis.name for axis in AXES if "batch" in axis.divides and "experts" not in axis.divides)]
 
-# (mesh, step state, execution, backend) -> the model and the controller of its linears.
-Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
+# (mesh, step state, backend) -> the model and the controller of its linears.
+Build = Callable[[ParallelMesh, StepState, Backend], tuple[nn.Module, PrecisionController]]
 Check = Callable[[nn.Module, torch.optim.Optimizer], None]
 # torch's operation -> its usual name, and which argument is the whole tensor.
 _COLLECTIVES = {
@@ -166,16 +166,16 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build, execution: Any, check: Check = lambda *_: None) -> DryRun:
+def dry_run(config: Config, world_size: int, build: Build, check: Check = lambda *_: None) -> DryRun:
     """Run two steps of `config`, whose backend is not `auto`, as the first of `world_size` ranks.
 
-    build: makes the sharded model, its parameters on the meta device, and the controller of its linears. execution: the
-    kernels of the model, from the provider's `planned_execution`. check: of the model and its optimizer.
+    build: makes the sharded model with the provider's `planned_execution`, its parameters on the meta device, and the
+    controller of its linears. check: of the model and its optimizer.
     """
     with fake_ranks(world_size), planned_gpu(config.precision.backend) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
-        model, controller = build(mesh, step_state, execution, backend)
+        model, controller = build(mesh, step_state, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.batch.size) for batch in batches}
         # Three micro-batches are enough: all between the first and the last are alike.

@@ -129,8 +129,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     for change in opened.loader.changes:
         print(f"data: {change}")
     planned = as_planned(config, setup.plans_of(config, models))
-    execution = models.planned_execution(planned)
-    dry, times = plan_run(planned, models, opened.phases, place.world_size, execution, found)
+    dry, times = plan_run(planned, models, opened.phases, place.world_size, found)
     _check_memory(config, dry.memory.peak, lambda other: _peak(other, models, data, place.world_size))
     print(
         "memory and time: as planned for GPUs (run.dry=true has their parts), at "
@@ -147,23 +146,24 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 
 
 def plan_run(
-    config: Config, models: ModelProvider, phases: Any, ranks: int, execution: Any, found: Resumed | None = None
+    config: Config, models: ModelProvider, phases: Any, ranks: int, found: Resumed | None = None
 ) -> tuple[DryRun, list[tuple[PlannedPhase, StepTime]]]:
     """What it needs on `ranks` ranks, and the time of a step in each phase left after the checkpoint `found`.
 
-    config: as `as_planned` returns it. execution: kernels that only allocate.
+    config: as `as_planned` returns it.
     """
     start = 0 if found is None else found.step
 
-    def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
-        model, controller = setup.sharded_model(config, models, *parts)
+    def build(mesh: Any, step_state: Any, backend: Any) -> tuple[torch.nn.Module, PrecisionController]:
+        execution = models.planned_execution(config)
+        model, controller = setup.sharded_model(config, models, mesh, step_state, execution, backend)
         if found is not None:
             with setup.configuration_errors(_of_checkpoint(config, start)):
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
     with setup.configuration_errors():
-        dry = dry_run(config, ranks, build, execution, partial(check_state, config, found))
+        dry = dry_run(config, ranks, build, partial(check_state, config, found))
     plans = setup.plans_of(config, models)
     left = [
         PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
@@ -180,11 +180,10 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     """
     ranks, plans = place_in_run().world_size, setup.plans_of(config, models)
     limited_to, config = config, as_planned(config, plans)
-    execution = models.planned_execution(config)
-    dry, times = plan_run(config, models, data.phases(config), ranks, execution)
+    dry, times = plan_run(config, models, data.phases(config), ranks)
     num_tokens = sum(phase.num_steps * phase.batch_size for phase, _ in times) * config.train.sequence_length
     console = tables.RunConsole(config.train.steps)
-    console.text(f"kernels: {models.describe_execution(execution, config)}")
+    console.text(f"kernels: {models.describe_execution(models.planned_execution(config), config)}")
     console.table(tables.plan_table(plans[0], config.precision.name))
     console.table(tables.batch_table(config.train, config.parallel, ranks, num_tokens))
     console.table(tables.facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
@@ -198,8 +197,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 def _peak(config: Config, models: ModelProvider, data: DataProvider, ranks: int) -> int:
     setup.check(config, models, data, ranks, "cuda")
     planned = as_planned(config, setup.plans_of(config, models))
-    build = partial(setup.sharded_model, planned, models)
-    return dry_run(planned, ranks, build, models.planned_execution(planned)).memory.peak
+    return plan_run(planned, models, data.phases(config), ranks)[0].memory.peak
 
 
 def _check_folders(config: Config) -> None:

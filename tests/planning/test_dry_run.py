@@ -49,9 +49,13 @@ def run_each(world_size: int, *configs: Config) -> list[DryRun]:
     return results
 
 
+def _built(config: Config, mesh: Any, step_state: Any, backend: Any) -> Any:
+    return sharded_model(config, models, mesh, step_state, planned_execution(config), backend)
+
+
 def _send_runs(sender: Connection, world_size: int, configs: tuple[Config, ...]) -> None:
     try:
-        sender.send([dry_run(c, world_size, partial(sharded_model, c, models), planned_execution(c)) for c in configs])
+        sender.send([dry_run(config, world_size, partial(_built, config)) for config in configs])
     except Exception:
         sender.send(traceback.format_exc())
 

@@ -33,7 +33,7 @@ def test_the_planned_time_of_the_page_is_current() -> None:
     ranks, overrides, _, planned = next(row for row in ROWS if row[0] == "2")
     config = composed(*COMMON, *overrides.split())
     config = as_planned(config, plans_of(config))
-    _, times = plan_run(config, models, data.phases(config), int(ranks), models.planned_execution(config))
+    _, times = plan_run(config, models, data.phases(config), int(ranks))
     assert round(1000 * times[0][1].seconds) == int(planned)
 
 
@@ -58,5 +58,5 @@ def test_the_planned_peak_of_the_smallest_start_is_current() -> None:
     """The others are not planned here: each takes half a minute."""
     overrides, _, blackwell = STARTS[0]
     config = start_of(overrides, "b200")
-    dry, _ = plan_run(config, models, data.phases(config), 64, models.planned_execution(config))
+    dry, _ = plan_run(config, models, data.phases(config), 64)
     assert round(dry.memory.peak / 2**30) == int(blackwell)
