@@ -47,7 +47,7 @@ from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.console import counted
+from megatron_fp4.logging.console import counted, markdown
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.precision.plan import LinearShape
@@ -265,15 +265,12 @@ def plan_file(ranked: Sequence[LinearShape], kept: int, errors: Errors, facts: M
 
 def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
     """A table of the linears with their errors, the worst first; the first `kept` stay in BF16."""
-    width, total = max(len(shape.name) for shape in ranked), sum(shape.parameters for shape in ranked)
-    lines = [f"{'linear':<{width}}   fprop   dgrad   wgrad   {'FLOPs':>6}"]
+    total, rows = sum(shape.parameters for shape in ranked), []
     for i, shape in enumerate(ranked):
-        of = errors[shape.name]
-        shown = "  ".join(f"{of[gemm]:.4f}" if gemm in of else "     -" for gemm in GEMMS)
-        mark = "BF16" if i < kept else ""
-        lines.append(f"{shape.name:<{width}}  {shown}   {shape.parameters / total:>6.1%}  {mark}".rstrip())
-    lines.append("fprop, dgrad, wgrad: relative error of the result; FLOPs: share of the FLOPs of all linears")
-    return "\n".join(lines)
+        of = [f"{errors[shape.name][gemm]:.4f}" if gemm in errors[shape.name] else "-" for gemm in GEMMS]
+        rows.append([shape.name, *of, f"{shape.parameters / total:.1%}", "BF16" if i < kept else ""])
+    note = "fprop, dgrad, wgrad: relative error of the result; FLOPs: share of the FLOPs of all linears"
+    return markdown(["linear", *GEMMS, "FLOPs", "stays in"], rows, [note])
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def compare_runs(options: argparse.Namespace) -> None:
-    """The command `runs`."""
+def compare_runs(options: argparse.Namespace) -> int:
+    """The command `runs`; returns the exit code."""
     from analysis.runs import compare_runs, draw_runs
     from megatron_fp4.logging.run_folder import open_runs
 
@@ -61,10 +61,11 @@ def compare_runs(options: argparse.Namespace) -> None:
     print(compare_runs(runs))
     if options.output:
         print(draw_runs(runs, options.output))
+    return 0
 
 
-def compare_recipes(options: argparse.Namespace) -> None:
-    """The command `recipes`."""
+def compare_recipes(options: argparse.Namespace) -> int:
+    """The command `recipes`; returns the exit code."""
     from analysis.price import planned_times
     from analysis.recipes import (
         configs_of,
@@ -90,23 +91,21 @@ def compare_recipes(options: argparse.Namespace) -> None:
     print(recipes_tables(groups, against, curve, times))
     if options.output:
         print(draw_at_the_end(groups, options.output, against))
+    return 0
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    try:
-        from megatron_fp4.logging.pictures import check_target
+    from megatron_fp4.logging.pictures import check_target
+    from megatron_fp4.runtime.errors import run_command
 
+    def compare() -> int:
         if options.output is not None:
             check_target(options.output)
-        {"runs": compare_runs, "recipes": compare_recipes}[options.command](options)
-    except (OSError, ValueError, ImportError) as error:
-        from megatron_fp4.runtime.errors import error_line
+        return {"runs": compare_runs, "recipes": compare_recipes}[options.command](options)
 
-        print(f"compare.py: {error_line(error, options.output)}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("compare.py", compare, options.output, (OSError, ValueError, ImportError))
 
 
 if __name__ == "__main__":

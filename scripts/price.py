@@ -44,9 +44,8 @@ from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import check_place
-from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.errors import ExitCode, error_line
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import backend_of, join_ranks
 from models import provider as models
 from pretrain import CONFIGS
@@ -79,8 +78,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def price(options: argparse.Namespace) -> None:
-    """Check everything, train the missing branches, print the table. A collective."""
+def price(options: argparse.Namespace) -> int:
+    """Check everything, train the missing branches, print the table. A collective. Returns the exit code."""
     from analysis.branches import BASE, BranchFile, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import configs_of, curve_of, of_another_curve, read_held_out
@@ -124,7 +123,7 @@ def price(options: argparse.Namespace) -> None:
     pairs = zip(recipes, checkpoints, strict=True)
     starts = [train_all(configs, checkpoint, mesh, options.steps, saved) for configs, checkpoint in pairs]
     if mesh.rank:
-        return
+        return 0
     found = recipes_of_branches(starts)
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
@@ -134,14 +133,16 @@ def price(options: argparse.Namespace) -> None:
         found = [replace(recipe, time=None) if recipe.name in emulated else recipe for recipe in found]
         times = "measured here unless emulated"
     print(f"\n{price_table(found, curve, tokens, times, doubts)}")
+    return 0
 
 
-def price_public(options: argparse.Namespace) -> None:
-    """Print the prices of the table `--public`."""
+def price_public(options: argparse.Namespace) -> int:
+    """Print the prices of the table `--public`; returns the exit code."""
     from analysis.public import public_table
 
     times = _planned(options, {}) if options.gpu else {}
     print(public_table(options.public, times, f", planned for {options.model} on {options.gpu}"))
+    return 0
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
@@ -174,18 +175,9 @@ def _check_starts(checkpoints: Sequence[Path], configs: Sequence[Config]) -> Non
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    try:
-        if options.public:
-            price_public(options)
-        else:
-            price(options)
-        return ExitCode.FINISHED
-    except (ValueError, OSError, ImportError, CheckpointError, SelfTestError) as error:
-        if not place_in_run().rank:
-            print(f"price.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
-        return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
-    finally:
-        leave_distributed()
+    refusals = (ValueError, OSError, ImportError, CheckpointError, SelfTestError)
+    command = price_public if options.public else price
+    return run_command("price.py", lambda: command(options), options.output, refusals)
 
 
 if __name__ == "__main__":

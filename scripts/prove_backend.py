@@ -60,7 +60,6 @@ from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, rec
 from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.verify import Case, Finding, check, difference, makers_of, padded_tensors, sample_tensors
-from megatron_fp4.quantization.rounding import random_bits, rounding_key
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check as check_config
@@ -209,7 +208,8 @@ MakeBoth = Callable[[], dict[OperandSlot, Any]]
 def compare_with_cpu(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[Finding]:
     """Compare every operand of a small linear with the one that PyTorch makes on this machine's CPU, bit for bit: first
     rounded to nearest, then those that are rounded stochastically, if the backend uses our draws."""
-    case, cpu, tensors = Case(*_SHAPE, 1, recipe), torch.device("cpu"), small_tensors()
+    case, cpu = Case(*_SHAPE, 1, recipe), torch.device("cpu")
+    tensors = padded_tensors(EMULATED, case, cpu)
 
     def operands(by: Backend, used: Recipe, where: torch.device) -> dict[OperandSlot, Any]:
         context = LinearContext("small", used, StepState(seed=7), by)
@@ -228,21 +228,6 @@ def compare_with_cpu(backend: Backend, recipe: Recipe, device: torch.device) -> 
                 yield Finding(case, f"{slot.name}{what} {AS_ON_A_CPU}", fault)
     except Exception as error:  # the page is still written
         yield Finding(case, AS_ON_A_CPU, f"failed: {one_line(error)}")
-
-
-def small_tensors() -> dict[str, Tensor]:
-    """x, W and dy in BF16 on the CPU, by their names in `SLOTS_OF`. Values have nine bits, and some columns are larger
-    and some rows smaller; a Hadamard transform of any size is exact in any order of summation."""
-    tokens, inputs, outputs = _SHAPE
-    shapes = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
-    tensors = {}
-    for name, shape in shapes.items():
-        values = (random_bits(rounding_key(name), *shape, torch.device("cpu")) & 0xFF).to(torch.float32) - 127.5
-        values[:, ::67] *= 16
-        values[1::31] *= 2.0**-4
-        values[:16, :16] = 0
-        tensors[name] = values.to(torch.bfloat16)
-    return tensors
 
 
 def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[str, MakeBoth]:

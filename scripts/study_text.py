@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 
 SUFFIXES = {
     "prose": (".md", ".mdx", ".rst", ".txt", ".adoc", ".xml", ".cnxml", ".xhtml"),
@@ -87,17 +87,18 @@ def main(arguments: list[str]) -> int:
     add("--output", required=True, type=Path, metavar="FOLDER", help="its prose.jsonl and code.jsonl are replaced")
     add("--check", metavar="HASH", help="the expected hash of the result (its last line)")
     options = parser.parse_args(arguments)
-    try:
-        sources = read_manifest(options.manifest)
-        options.output.mkdir(parents=True, exist_ok=True)
-        for source in sources:
-            if source.origin == "git":
-                commit_listing(source, options.checkouts)  # fail before pip begins if a commit is missing
-        download([source for source in sources if source.origin == "pypi"], options.wheels)
-        found = write(sources, options.checkouts, options.wheels, options.output)
-    except (ValueError, OSError) as error:
-        print(f"study_text.py: {error_line(error, options.output)}", file=sys.stderr)
-        return 2
+    return run_command("study_text.py", lambda: make(options), options.output)
+
+
+def make(options: argparse.Namespace) -> int:
+    """Read the sources, write the text; returns the exit code."""
+    sources = read_manifest(options.manifest)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        if source.origin == "git":
+            commit_listing(source, options.checkouts)  # fail before pip begins if a commit is missing
+    download([source for source in sources if source.origin == "pypi"], options.wheels)
+    found = write(sources, options.checkouts, options.wheels, options.output)
     if options.check not in (None, found):
         print(f"study_text.py: the result differs from --check {options.check}", file=sys.stderr)
         return 1

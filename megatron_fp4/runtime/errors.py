@@ -123,14 +123,14 @@ def run_command(
     output: str | os.PathLike[str] | None = None,
     refusals: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
-    """Run a command; returns the exit code of `body`, or 2 after one of `refusals`: errors that the user can correct.
-    The first rank prints their `error_line`. Leaves the process group, if there is one."""
+    """Run a command; returns the exit code of `body`, or after one of `refusals`, errors that the user can correct, 2
+    (4: kernels compute wrong results). The first rank prints their `error_line`. Leaves the process group, if any."""
     try:
         return body()
     except refusals as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{name}: {error_line(error, output)}", file=sys.stderr, flush=True)
-        return ExitCode.REFUSED
+        return max(ExitCode.REFUSED, exit_code_of(error))
     finally:
         leave_distributed()
 
