@@ -27,7 +27,7 @@ from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_
 
 FP8_BLOCKS = ((1, 128), (128, 128))
 
-_QUANTIZE = Kernel("fp8.quantize_fp8_kernel", num_warps=8)
+_QUANTIZE = Kernel("fp8.quantize_kernel", num_warps=8)
 _MATMUL = Kernel("fp8.matmul_fp8_kernel", num_stages=4, enable_fp_fusion=True)
 
 
@@ -82,22 +82,38 @@ class FusedFP8(Fused):
         """With power-of-two scales BF16 values; otherwise codes in BF16 (with `keep` in one byte) and their scales."""
         side = self.sides[along]
         assert side is not None
-        x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
-        rows, columns = side.block if along == "columns" else reversed(side.block)
-        assert num_rows % rows == num_columns % columns == 0, f"fp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
-        kind = "values" if side.power_of_two_scales else ("bytes" if keep else "codes")
-        out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
-        scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
-        launch(
-            _QUANTIZE,
-            (-(-num_columns // 128), -(-num_rows // 128)),
-            (x, out, scales, num_rows, num_columns),
-            {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "POWER_OF_TWO": side.power_of_two_scales, "OUT": kind},
-        )
-        codes = out.view(torch.float8_e4m3fn) if kind == "bytes" else out
-        if along == "rows":
-            codes, scales = codes.t(), scales.t()
-        return codes if kind == "values" else BlockScaled(codes, scales)
+        if side.power_of_two_scales:
+            values, _ = quantize_in_tiles(_QUANTIZE, self, along, "power of two", "values")
+            return values if along == "columns" else values.t()
+        codes, scales = quantize_in_tiles(_QUANTIZE, self, along, "fp32", "bytes" if keep else "codes")
+        codes = codes.view(torch.float8_e4m3fn) if keep else codes
+        return BlockScaled(codes, scales) if along == "columns" else BlockScaled(codes.t(), scales.t())
+
+
+def quantize_in_tiles(kernel: Kernel, fused: Fused, along: str, scales: str, out: str) -> tuple[Tensor, Tensor]:
+    """Quantize the tensor of `fused` to E4M3 for its operand `along` columns or rows: FP8 and MXFP8.
+
+    scales: `fp32`, `power of two` or `e8m0`. out: BF16 `values` (then the second result has no meaning), or `codes` in
+    BF16 or in `bytes` and the scales of their blocks. All in the layout of the tensor.
+    """
+    side = fused.sides[along]
+    assert side is not None
+    x, (num_rows, num_columns), size = fused.x.contiguous(), fused.x.shape, side.block[1]
+    rows, columns = side.block if along == "columns" else reversed(side.block)
+    what = f"{side.format}: {tuple(x.shape)} in blocks of {rows}x{columns}"
+    assert num_rows % rows == num_columns % columns == 0, what
+    made = torch.empty_like(x, dtype=torch.uint8 if out == "bytes" else torch.bfloat16)
+    block_scales = made
+    if out != "values":
+        dtype = torch.uint8 if scales == "e8m0" else torch.float32
+        block_scales = torch.empty(num_rows // rows, num_columns // columns, dtype=dtype, device=x.device)
+    launch(
+        kernel,
+        (-(-num_rows // size), -(-num_columns // 128)),
+        (x, made, block_scales, num_rows, num_columns),
+        {"BLOCK": size, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "SCALES": scales, "OUT": out},
+    )
+    return made, block_scales
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:

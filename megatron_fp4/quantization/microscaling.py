@@ -30,11 +30,12 @@ from torch import Tensor
 
 from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.cuda import Fused, Kernel, launch
+from megatron_fp4.quantization.fp8 import quantize_in_tiles
 from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
 
 MX_BLOCKS = ((1, 32), (32, 32))
 
-_QUANTIZE, _DECODE = Kernel("fp8.quantize_mxfp8_kernel"), Kernel("fp8.decode_mxfp8_kernel")
+_QUANTIZE, _DECODE = Kernel("fp8.quantize_kernel"), Kernel("fp8.decode_mxfp8_kernel")
 
 
 def encode_mxfp4(
@@ -76,7 +77,8 @@ class PackedMXFP8:
         """BF16 [columns, k = rows]: `code * scale`."""
         rows, columns = self.codes.shape
         values = torch.empty_like(self.codes, dtype=torch.bfloat16)
-        launch(_DECODE, _grid(rows, columns), (self.codes, self.scales, values, rows, columns), {})
+        grid = -(-rows // 32), -(-columns // 128)
+        launch(_DECODE, grid, (self.codes, self.scales, values, rows, columns), {})
         return values.t()
 
 
@@ -85,40 +87,19 @@ class FusedMXFP8(Fused):
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedMXFP8:
         """BF16 values; codes and scales along the rows with `keep`."""
-        values_or_codes, scales = self._quantized(along, codes=keep and along == "rows")
-        if along == "columns":
-            return values_or_codes
-        return PackedMXFP8(values_or_codes, scales) if keep else values_or_codes.t()
+        if keep and along == "rows":
+            return PackedMXFP8(*self._codes(along))
+        values, _ = quantize_in_tiles(_QUANTIZE, self, along, "e8m0", "values")
+        return values if along == "columns" else values.t()
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """E4M3 codes [rows, k] and UE8M0 scales [rows, k / 32], both uint8."""
-        codes, scales = self._quantized(along, codes=True)
-        if along == "rows":
-            return codes.t().contiguous(), scales.t().contiguous()
-        if scales.shape[0] < codes.shape[0]:  # the kernel writes a square block's scale once for each of its columns
-            scales = scales[:, ::32].repeat_interleave(32, dim=0)
-        return codes, scales
+        codes, scales = self._codes(along)
+        return (codes, scales) if along == "columns" else (codes.t().contiguous(), scales.t().contiguous())
 
-    def _quantized(self, along: str, codes: bool) -> tuple[Tensor, Tensor]:
-        """Values and a meaningless tensor, or codes and scales, in the kernel's layout."""
+    def _codes(self, along: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales in the tensor's layout; those of square blocks are repeated for the operand's rows."""
+        codes, scales = quantize_in_tiles(_QUANTIZE, self, along, "e8m0", "bytes")
         side = self.sides[along]
         assert side is not None
-        x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
-        rows, columns = side.block if along == "columns" else reversed(side.block)
-        assert num_rows % rows == num_columns % columns == 0, f"mxfp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
-        out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
-        scales = out  # a placeholder: without codes the kernel writes no scales
-        if codes:
-            size = (num_rows, num_columns // 32) if rows == 1 else (num_rows // 32, num_columns)
-            scales = torch.empty(size, dtype=torch.uint8, device=x.device)
-        launch(
-            _QUANTIZE,
-            _grid(num_rows, num_columns),
-            (x, out, scales, num_rows, num_columns),
-            {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "CODES": codes},
-        )
-        return out, scales
-
-
-def _grid(rows: int, columns: int) -> tuple[int, int]:
-    return -(-rows // 32), -(-columns // 128)
+        return codes, scales.repeat_interleave(side.block[0], dim=0 if along == "columns" else 1)

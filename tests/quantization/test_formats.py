@@ -130,7 +130,7 @@ def test_the_arguments_of_every_launch_match_its_kernel() -> None:
         # How each kernel is compiled: its numbers depend on fusion, its speed on warps.
         assert {kernel.name for kernel in seen if kernel.enable_fp_fusion} == {"fp8.matmul_fp8_kernel"}
         warps = {kernel.name: kernel.num_warps for kernel in seen if kernel.num_warps != 4}
-        assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_fp8_kernel": 8, "grouped_gemm.rows_kernel": 8}
+        assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_kernel": 8, "grouped_gemm.rows_kernel": 8}
         assert {kernel.name for kernel in seen if kernel.types is not None} == {
             *(f"fp4.{name}_kernel" for name in ("measure", "quantize_columns", "quantize_rows", "unpack")),
             *(f"square_blocks.{name}_kernel" for name in ("maxima", "quantize", "unpack")),

@@ -18,52 +18,62 @@ from megatron_fp4.quantization.kernels.arithmetic import nan_max, nearest_e4m3
 
 
 @triton.jit
-def quantize_fp8_kernel(
+def quantize_kernel(
     x_ptr,  # [rows, columns], BF16, or FP32, which is rounded to BF16
     out_ptr,  # out: codes as bytes, codes as BF16, or values as BF16, in the layout of x
-    scales_ptr,  # out: FP32 decode scales, [rows / block rows, columns / block columns]
+    scales_ptr,  # out, except with values: FP32 or UE8M0 scales, [rows / BLOCK_ROWS, columns / BLOCK_COLUMNS]
     num_rows,
     num_columns,
-    BLOCK_ROWS: tl.constexpr,  # 1x128: along the columns, 128x1: along the rows, 128x128
+    BLOCK: tl.constexpr,  # 128: FP8, 32: MXFP8
+    BLOCK_ROWS: tl.constexpr,  # BLOCK or 1
     BLOCK_COLUMNS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    SCALES: tl.constexpr,  # "fp32", "power of two" (in FP32) or "e8m0"
     OUT: tl.constexpr,  # "bytes", "codes" or "values"
 ):
-    """Quantizes x [rows, columns] to E4M3 in blocks of 1x128, 128x1 or 128x128."""
-    rows = tl.program_id(1) * 128 + tl.arange(0, 128)
-    columns = tl.program_id(0) * 128 + tl.arange(0, 128)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    """Quantizes x [rows, columns] to E4M3 in blocks of 1 x BLOCK, BLOCK x 1 or BLOCK x BLOCK."""
+    rows, columns = tile_of_blocks(BLOCK)
+    mask = (rows < num_rows) & (columns < num_columns)
+    offsets = rows.to(tl.int64) * num_columns + columns
     x = tl.load(x_ptr + offsets, mask, 0.0).to(tl.bfloat16).to(tl.float32)
     amax = tl.abs(x)
-    if BLOCK_COLUMNS == 128:
-        amax = tl.reduce(amax, 1, nan_max, keep_dims=True)
-    if BLOCK_ROWS == 128:
+    if BLOCK_COLUMNS > 1:
+        amax = tl.reduce(amax, 2, nan_max, keep_dims=True)
+    if BLOCK_ROWS > 1:
         amax = tl.reduce(amax, 0, nan_max, keep_dims=True)
-    encode = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
-    if POWER_OF_TWO:
-        encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    encode = tl.where(amax == 0.0, 1.0, encode)
-    decode = tl.where(amax < float("inf"), tl.div_rn(1.0, encode), float("nan"))
+    if SCALES == "e8m0":
+        # amax / 448, rounded up to a power of two. In exponent field 0, a mantissa of 0x400000 is 2^-127, the smallest.
+        quotient = (amax * 0.002232142857142857).to(tl.int32, bitcast=True)
+        exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
+        scale = exponent + (mantissa > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
+        scale = tl.where(amax < float("inf"), scale, 255)
+        encode = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+        decode = power_of_two(scale)
+    else:
+        encode = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+        if SCALES == "power of two":
+            encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        encode = tl.where(amax == 0.0, 1.0, encode)
+        decode = tl.where(amax < float("inf"), tl.div_rn(1.0, encode), float("nan"))
+        scale = decode
 
     scaled = x * encode
-    magnitude = round_e4m3(scaled)
+    magnitude = nearest_e4m3(tl.minimum(tl.abs(scaled), 448.0))
     negative = scaled.to(tl.int32, bitcast=True) & -2147483648
     if OUT == "bytes":
-        tl.store(out_ptr + offsets, e4m3_bytes(magnitude, negative), mask)
+        byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20  # 2^-120
+        tl.store(out_ptr + offsets, (byte | ((negative >> 24) & 0x80)).to(tl.uint8), mask)
     else:
         code = (magnitude.to(tl.int32, bitcast=True) | negative).to(tl.float32, bitcast=True)
         tl.store(out_ptr + offsets, (code if OUT == "codes" else code * decode).to(tl.bfloat16), mask)
 
-    if BLOCK_ROWS == 1:
-        places = rows[:, None] * (num_columns // 128) + tl.program_id(0)
-        tl.store(scales_ptr + places, decode, (rows < num_rows)[:, None])
-    elif BLOCK_COLUMNS == 1:
-        places = tl.program_id(1) * num_columns + columns[None, :]
-        tl.store(scales_ptr + places, decode, (columns < num_columns)[None, :])
-    else:
-        place = tl.program_id(1) * (num_columns // 128) + tl.program_id(0)
-        tl.store(scales_ptr + place + tl.zeros([1, 1], tl.int32), decode)
+    if OUT != "values":
+        if BLOCK_ROWS > 1:
+            rows = tl.program_id(0) + tl.zeros([1, 1, 1], tl.int32)
+        if BLOCK_COLUMNS > 1:
+            columns = tl.program_id(1) * (128 // BLOCK) + tl.arange(0, 128 // BLOCK)[None, :, None]
+        width = num_columns // BLOCK_COLUMNS
+        inside = (rows < num_rows // BLOCK_ROWS) & (columns < width)
+        tl.store(scales_ptr + rows.to(tl.int64) * width + columns, scale.to(scales_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -132,49 +142,6 @@ def tile_of_program(m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def quantize_mxfp8_kernel(
-    x_ptr,  # [rows, columns], BF16, or FP32, which is rounded to BF16
-    out_ptr,  # out: values as BF16, or codes as bytes, in the layout of x
-    scales_ptr,  # out, with CODES: UE8M0 codes, [rows, columns / 32] for blocks of 1x32, else [rows / 32, columns]
-    num_rows,
-    num_columns,
-    BLOCK_ROWS: tl.constexpr,  # 1x32: along the columns, 32x1: along the rows, 32x32
-    BLOCK_COLUMNS: tl.constexpr,
-    CODES: tl.constexpr,  # whether to write codes, not values
-):
-    """Quantizes x [rows, columns] to E4M3 in blocks of 1x32, 32x1 or 32x32."""
-    rows, columns = mxfp8_tile()
-    mask = (rows < num_rows) & (columns < num_columns)
-    offsets = rows.to(tl.int64) * num_columns + columns
-    x = tl.load(x_ptr + offsets, mask, 0.0).to(tl.bfloat16).to(tl.float32)
-    amax = tl.abs(x)
-    if BLOCK_COLUMNS == 32:
-        amax = tl.reduce(amax, 2, nan_max, keep_dims=True)
-    if BLOCK_ROWS == 32:
-        amax = tl.reduce(amax, 0, nan_max, keep_dims=True)
-    # amax / 448, rounded up to a power of two. In exponent field 0, a mantissa of 0x400000 is 2^-127, the smallest one.
-    quotient = (amax * 0.002232142857142857).to(tl.int32, bitcast=True)
-    exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
-    scale = exponent + (mantissa > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
-    scale = tl.where(amax < float("inf"), scale, 255)
-    scaled = x * ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    magnitude = round_e4m3(scaled)
-    negative = scaled.to(tl.int32, bitcast=True) & -2147483648
-    if CODES:
-        tl.store(out_ptr + offsets, e4m3_bytes(magnitude, negative), mask)
-        if BLOCK_ROWS == 1:
-            block, num_blocks = tl.program_id(1) * 4 + tl.arange(0, 4)[None, :, None], num_columns // 32
-            inside = (rows < num_rows) & (block < num_blocks)
-            tl.store(scales_ptr + rows.to(tl.int64) * num_blocks + block, scale.to(tl.uint8), inside)
-        else:
-            row = tl.program_id(0).to(tl.int64)
-            tl.store(scales_ptr + row * num_columns + columns, over_columns(scale).to(tl.uint8), columns < num_columns)
-    else:
-        code = (magnitude.to(tl.int32, bitcast=True) | negative).to(tl.float32, bitcast=True)
-        tl.store(out_ptr + offsets, (code * power_of_two(scale)).to(tl.bfloat16), mask)
-
-
-@triton.jit
 def decode_mxfp8_kernel(
     codes_ptr,  # bytes [rows, columns]
     scales_ptr,  # UE8M0 codes [rows / 32, columns]
@@ -183,7 +150,7 @@ def decode_mxfp8_kernel(
     num_columns,
 ):
     """Decodes code bytes [rows, columns] with UE8M0 scales [rows / 32, columns]."""
-    rows, columns = mxfp8_tile()
+    rows, columns = tile_of_blocks(32)
     mask = (rows < num_rows) & (columns < num_columns)
     offsets = rows.to(tl.int64) * num_columns + columns
     byte = tl.load(codes_ptr + offsets, mask, 0).to(tl.int32)
@@ -195,17 +162,11 @@ def decode_mxfp8_kernel(
 
 
 @triton.jit
-def mxfp8_tile():
-    """Row and column indices of a program's tile of 32x128, which is [32, 4, 32]: rows, blocks, columns of a block."""
-    rows = tl.program_id(0) * 32 + tl.arange(0, 32)[:, None, None]
-    columns = tl.program_id(1) * 128 + tl.arange(0, 4)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-    return rows, columns
-
-
-@triton.jit
-def over_columns(scale):
-    """The scale of each block of 32 columns, repeated for its columns: int32 [..., 4, 32]."""
-    return scale + tl.zeros([1, 4, 32], tl.int32)
+def tile_of_blocks(BLOCK: tl.constexpr):
+    """Row and column indices of a program's tile of BLOCK x 128, as [rows, blocks, columns of a block]."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None, None]
+    block = tl.program_id(1) * (128 // BLOCK) + tl.arange(0, 128 // BLOCK)[None, :, None]
+    return rows, block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
 
 
 @triton.jit
@@ -213,16 +174,3 @@ def power_of_two(scale):
     """FP32 values of UE8M0 codes; 255 is NaN."""
     bits = tl.where(scale == 0, 0x400000, scale << 23)
     return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def round_e4m3(scaled):
-    """Magnitudes of FP32 numbers, rounded to E4M3 and saturated at 448."""
-    return nearest_e4m3(tl.minimum(tl.abs(scaled), 448.0))
-
-
-@triton.jit
-def e4m3_bytes(magnitude, negative):
-    """E4M3 codes of FP32 magnitudes on the E4M3 grid. negative: int32 with the sign bit."""
-    byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20  # 2^-120
-    return (byte | ((negative >> 24) & 0x80)).to(tl.uint8)
