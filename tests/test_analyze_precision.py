@@ -22,7 +22,7 @@ from scripts.analyze_precision import rank_linears
 from tests.composing import composed, plans_of
 from tests.distributed.one_rank import flip_a_bit
 from tests.precision.reference import NVFP4
-from tests.programs import error_line
+from tests.programs import cells, error_line
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
 
@@ -54,10 +54,9 @@ def test_the_command_writes_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path:
     selection = {"recipe": "nvfp4", "micro_batches": 2, "linears_kept": "2 of 6"}
     assert selection.items() <= plan["selection"].items()
     assert [row["kept"] for row in plan["measured"].values()] == [True] * 2 + [False] * 4
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed[1:7]] == list(errors)
-    assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
-    assert printed[7].startswith("fprop, dgrad, wgrad: relative error")
+    rows = cells(printed := capsys.readouterr().out)[2:8]
+    assert [row[0] for row in rows] == list(errors) and [row[-1] for row in rows] == ["BF16"] * 2 + [""] * 4
+    assert "fprop, dgrad, wgrad: relative error" in printed
 
 
 def test_sections_are_ranked_and_a_run_reads_their_plan(checkpoint: Path, tmp_path: Path) -> None:

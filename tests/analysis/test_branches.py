@@ -18,6 +18,7 @@ from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
 from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.runtime import errors
 from megatron_fp4.training import build, trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
@@ -195,7 +196,7 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     with (
         mock.patch.object(build, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "leave_distributed", lambda: None),
-        mock.patch.object(price, "leave_distributed", lambda: None),
+        mock.patch.object(errors, "leave_distributed", lambda: None),
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
         arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "--steps", 1, "--output"]
