@@ -199,30 +199,30 @@ def plan_shares(plan: Plan) -> str:
     return ", ".join(shares)
 
 
-def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
+def plan_table(plan: Plan, name: str) -> Table:
     """The recipe of each linear and its reason, in order of execution. name: of the plan.
 
-    If a model has more than `compact_above` linears, those of the same kind, shape, recipe and reason share a row:
-    `blocks.{2..51}.mixer.in_proj` is this linear of all blocks from 2 to 51 that have it.
+    Linears of the same kind, shape, recipe and reason share a row: `blocks.{2..51}.mixer.in_proj` is this linear of all
+    blocks from 2 to 51 that have it.
     """
-    compact, names = len(plan.rows) > compact_above, plan.short_names
+    names = plan.short_names
     # Blocks of one kind alternate with others, so a range counts only the blocks that have the linear.
     have: dict[tuple[str, str], list[int]] = {}
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for row in plan.rows:
         linear, shape = row.linear, f"{row.linear.out_features} x {row.linear.in_features}"
         shape = shape if linear.experts == 1 else f"{linear.experts} x {shape}"
-        kind = re.sub(r"\d+", "#", linear.name, count=1) if compact else linear.name
-        # The reason names the block, but the row already has its number.
-        why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason
-        number = int(re.findall(r"\d+", linear.name)[0])  # of a block, or of a set of multi-token prediction
+        kind = re.sub(r"\d+", "#", linear.name, count=1)
+        why = re.sub(r"^block \d+ is", "is", row.reason)  # the row already has the block's number
+        numbered = re.search(r"\d+", linear.name)  # of a block, or of a set of multi-token prediction; not the head
+        number = int(numbered[0]) if numbered else 0
         have.setdefault((kind, shape), []).append(number)
         groups.setdefault((kind, shape, names[row.recipe], why), []).append(number)
     rows = []
     for (kind, shape, recipe, why), blocks in groups.items():
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
-        rows.append((shown, *([str(len(blocks))] if compact else []), shape, recipe, why))
-    columns = ["linear", *(["count>"] if compact else []), "out x in>", "recipe", "why"]
+        rows.append((shown, str(len(blocks)), shape, recipe, why))
+    columns = ["linear", "count>", "out x in>", "recipe", "why"]
     caption = f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} in 4 bits, {plan.bits_per_weight:.2f} bits a weight"
     return make_table(f"Precision plan {name}", columns, rows, caption)
 

@@ -80,8 +80,7 @@ class SkippedSteps(Callback):
         return {"consecutive": self.consecutive, "total": self.total, "without_update": self.without_update}
 
     def load_state_dict(self, state: Any) -> None:
-        self.consecutive, self.total = state["consecutive"], state["total"]
-        self.without_update = state.get("without_update", self.consecutive)
+        self.consecutive, self.total, self.without_update = (state[key] for key in self.state_dict())
 
 
 @dataclass(frozen=True)

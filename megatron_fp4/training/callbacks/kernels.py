@@ -136,9 +136,7 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
 
     A kernel that fails here, or is not known here, is compiled when it is first launched.
     """
-    mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
-    if mode is None:
-        return
+    mode = importlib.import_module("triton").AsyncCompileMode
     gpu, alike = _NotingGPU(), dict[Any, LinearContext]()
     for linear in linears:
         shared, ours = linear.sharding, linear.backend.name != "transformer_engine"
