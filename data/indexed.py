@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import struct
 from array import array
@@ -62,7 +61,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 # Blocks of an index that opening checks; of an index in a store only both ends, because each block is one request.
 _CHECKED_BLOCKS, _CHECKED_BLOCKS_REMOTE = 16, 2
 _CHECKED_ENTRIES = 1024  # of each array, in a block
-_READ_AT_ONCE = 1 << 11  # document offsets that `document_at` reads at once
 INDEX_BLOCK = 1 << 20
 """Entries of an index that are computed, written or checked at once."""
 _FACTS_BYTES = 1 << 20  # a larger `.json` is something else
@@ -175,23 +173,9 @@ def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: in
 
 
 def document_at(source: TokenSource, token: int) -> int:
-    """The last document that begins at or before a token. An interpolation search: it guesses from the mean length of
-    the documents, and for 10^8 documents needs a quarter of the reads of a bisection."""
-    low, high, start, end = 0, source.num_documents, 0, source.num_tokens
-    turn = 0
-    while high - low > _READ_AT_ONCE:
-        margin = _READ_AT_ONCE // 4 + 4 * math.isqrt(high - low)
-        guess = low + (token - start) * (high - low) // max(1, end - start)
-        turn += 1
-        # Every third probe bisects, in case the lengths are very uneven.
-        for probe in (guess - margin, guess + margin) if turn % 3 else ((low + high) // 2,):
-            if low < probe < high:
-                offset = int(source.document_offsets(probe, probe)[0])
-                if offset <= token:
-                    low, start = probe, offset
-                else:
-                    high, end = probe, offset
-    return low + int(np.searchsorted(source.document_offsets(low, high), token, side="right")) - 1
+    """The last document that begins at or before a token."""
+    documents = range(source.num_documents)
+    return bisect_right(documents, token, key=lambda document: int(source.document_offsets(document, document)[0])) - 1
 
 
 def documents_after(source: TokenSource, first: int, end: int, block: int) -> np.ndarray:
