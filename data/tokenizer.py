@@ -352,10 +352,6 @@ class SentencePieceTokenizer(TextTokenizer):
             raise ValueError(f"{name} has no end-of-sentence token to end a document; name one of {', '.join(special)}")
         super().__init__(name, eod_token or processor.id_to_piece(eos), bos_token, special)
 
-    @property
-    def has_bytes(self) -> bool:
-        return any(self._processor.is_byte(number) for number in range(self.vocab_size))
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts), num_threads=1)
 

@@ -9,18 +9,15 @@ with the tokenizer's, on texts that conversions often get wrong and on documents
 
 from __future__ import annotations
 
-import base64
 import importlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from data.builtin import open_builtin
 from data.indexed import IndexedDataset
@@ -273,24 +270,21 @@ def _converted(tokenizer: TextTokenizer) -> str:
         convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
         raise refusal(f'needs transformers ({error}): pip install -e ".[hf]"') from error
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            if isinstance(tokenizer, TiktokenTokenizer):
-                content = _from_tiktoken(tokenizer, convert, Path(folder))
-            else:
-                assert isinstance(tokenizer, SentencePieceTokenizer)
-                content = _from_sentence_piece(tokenizer, convert, Path(folder))
-        except Exception as error:  # converters and `tokenizers` raise many types
-            reason = " ".join(str(error).split())
-            raise refusal(f"cannot be converted to a tokenizer.json ({reason})") from error
-    return content
+    try:
+        if isinstance(tokenizer, TiktokenTokenizer):
+            return _from_tiktoken(tokenizer, convert)
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        return _from_sentence_piece(tokenizer, convert)
+    except Exception as error:  # converters and `tokenizers` raise many types
+        reason = " ".join(str(error).split())
+        raise refusal(f"cannot be converted to a tokenizer.json by this version of transformers ({reason})") from error
 
 
-def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any, folder: Path) -> str:
+def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any) -> str:
     ranks, pattern, special = tokenizer.parts
-    lines = (f"{base64.b64encode(token).decode()} {rank}" for token, rank in sorted(ranks.items(), key=lambda r: r[1]))
-    (folder / "ranks.tiktoken").write_text("\n".join(lines))
-    made = convert.TikTokenConverter(vocab_file=str(folder / "ranks.tiktoken"), pattern=pattern).converted()
+    converter = convert.TikTokenConverter(pattern=pattern)
+    converter.load_tiktoken_bpe = lambda _: dict(sorted(ranks.items(), key=lambda item: item[1]))
+    made = converter.converted()
     settings = json.loads(made.to_str())
     settings["model"]["vocab"] |= special  # otherwise they would get consecutive ids
     settings["added_tokens"] = [
@@ -301,47 +295,11 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any, folder: Path) -> 
     return json.dumps(settings, ensure_ascii=False)
 
 
-def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder: Path) -> str:
-    file = folder / "tokenizer.model"
-    file.write_bytes(tokenizer.model)
-
-    has_bytes = tokenizer.has_bytes
-
-    class Converter(convert.SpmConverter):  # type: ignore[name-defined]
-        handle_byte_fallback = has_bytes
-
-        def tokenizer(self, proto: Any) -> Any:
-            if proto.trainer_spec.model_type != 2:
-                return super().tokenizer(proto)
-            scores = self.vocab(proto)
-            ids = {piece: number for number, (piece, _) in enumerate(scores)}
-            merges = convert.generate_merges(ids, dict(scores))
-            unknown, fallback = proto.trainer_spec.unk_piece, self.handle_byte_fallback
-            made = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
-            made.add_special_tokens([AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == 3])
-            made.add_tokens([AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == 4])
-            return made
-
-        def normalizer(self, proto: Any) -> Any:
-            spec, steps = proto.normalizer_spec, list[Any]()
-            if spec.precompiled_charsmap:
-                steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-            if spec.remove_extra_whitespaces:
-                steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-            if spec.add_dummy_prefix:
-                steps.append(normalizers.Prepend(" "))
-            return normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-
-        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> None:
-            return None
-
-        def decoder(self, replacement: str, add_prefix_space: bool) -> Any:
-            steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-            if self.proto.normalizer_spec.add_dummy_prefix:
-                steps.append(decoders.Strip(content=" ", left=1))
-            return decoders.Sequence(steps)
-
-        def post_processor(self) -> None:
-            return None
-
-    return Converter(SimpleNamespace(vocab_file=str(file))).converted().to_str()
+def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any) -> str:
+    proto = convert.import_protobuf().ModelProto.FromString(tokenizer.model)
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    is_bpe = proto.trainer_spec.model_type == 2
+    vocab = {piece: number for number, (piece, _) in enumerate(pieces)} if is_bpe else pieces
+    made = convert.SpmConverter.build_tokenizer_from_spm_proto(proto, vocab)
+    made.add_special_tokens([AddedToken(piece.piece, normalized=False) for piece in proto.pieces if piece.type == 3])
+    return made.to_str()
