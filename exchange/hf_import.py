@@ -22,8 +22,8 @@ from models.published import Section, Sections, from_published
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-# Scales of activations in a quantized folder; an import does not need them.
-_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""How names of scales of activations end, which decoded weights do not need."""
 
 
 class Folder:
@@ -162,6 +162,6 @@ def _check(folder: Folder, sections: Sections) -> None:
         if shape != part.shape:
             raise ValueError(f"{folder.path}: {stored[0]} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
         needed |= {*stored}
-    unknown = sorted(name for name in folder.names - needed if not name.endswith(_OF_ACTIVATIONS))
+    unknown = sorted(name for name in folder.names - needed if not name.endswith(OF_ACTIVATIONS))
     if unknown:
         raise ValueError(f"{folder.path} has a tensor {unknown[0]}, which a model of its {CONFIG} does not have")

@@ -17,6 +17,7 @@ import torch
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import CONFIG, export_hf
+from exchange.hf_import import OF_ACTIVATIONS
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import MANIFEST, check_plain, step_of
 
@@ -120,15 +121,17 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
             f"{folder} has the layout of {method}, which cannot be read here; export it again with "
             "--format nvfp4-compressed-tensors, or without --format"
         )
-    # Decode the weights now: by default that happens at the first call of the whole model, which scoring does not make.
+    # Decode the weights now: by default activations are quantized too.
     decoded = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if method else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns that `decoded` overrides the folder's configuration
         options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, **decoded}
         model, loading = _loaded(folder, transformers.AutoModelForCausalLM, **options)
+    if method and dtype != "auto":  # decoded weights are in the folder's type
+        model.to(getattr(torch, dtype))
     # transformers only warns, and initializes missing weights at random.
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, loading[what])):
+        if wrong := sorted(key for key in map(str, loading[what]) if not key.endswith(OF_ACTIVATIONS)):
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
                 f"{folder} is not a complete model: {what.replace('_', ' ')} {', '.join(wrong[:3])}{more}; export it "

@@ -18,6 +18,7 @@ from data.indexed import IndexedDataset
 from exchange.architectures import sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
+from inference.models import open_folder
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
@@ -337,3 +338,12 @@ def test_the_check_compares_plain_folders_and_tokenizers(checkpoints, exported, 
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     code, table = compared(capsys, folder, checkpoints["transformer"])
     assert code == 4 and "which made the data of the run" in table, table
+
+
+def test_evaluation_decodes_weights_and_computes_in_any_type(exported: Callable[..., Path]) -> None:
+    """With scales of inputs and without."""
+    tokens, found = torch.arange(40)[None], list[Tensor]()
+    for more in ((), ("--calibrate", "2")):
+        opened = open_folder(exported("hybrid", "nvfp4-compressed-tensors", *more), "cpu", "float32")
+        found.append(opened.model(tokens).logits)
+    assert found[0].dtype == torch.float32 and torch.equal(*found)
