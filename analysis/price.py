@@ -30,6 +30,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown, short_number
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
 from megatron_fp4.planning.needs import as_planned
+from megatron_fp4.precision.support import emulated_linears
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 
@@ -151,9 +152,9 @@ def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
             parallel=replace(config.parallel, gpu=gpu),  # type: ignore[arg-type]
             precision=replace(config.precision, backend="auto" if backend == "emulated" else backend),
         )
-        native = as_planned(there, plans).precision.backend != "emulated"
+        emulated = emulated_linears(plans[0], as_planned(there, plans).precision.backend)
         flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        seconds[name] = seconds_of_a_token(GPUS[gpu], plans[0], flops, config.run.dry_mfu, native)
+        seconds[name] = seconds_of_a_token(GPUS[gpu], plans[0], flops, config.run.dry_mfu, emulated)
     first = next(iter(seconds.values()))
     return {name: of / first for name, of in seconds.items()}
 

@@ -284,17 +284,27 @@ class _PlannedTransformerEngine(TransformerEngineBackend):
     def __init__(self) -> None:  # without the package
         self._weight_layouts = {}
 
-    def quantize(
-        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
-    ) -> tuple[NativeOperand, NativeOperand | None]:
+    def quantize_parts(
+        self,
+        x: Tensor,
+        rows: list[int],
+        place: Place,
+        as_stored: OperandRequest | None,
+        transposed: OperandRequest | None,
+    ) -> list[tuple[NativeOperand, Any]]:
         request = as_stored or transposed
         assert request is not None
-        x = x.to(request.dtype).contiguous()
-        amax = None
-        if format_of(request.operand.format).tensor_scale:
-            amax = shared_amax(x.new_empty((), dtype=torch.float32), place.amax_groups).view(1)
-        along_columns = _native_operand(x, request.operand, amax, "columns")
-        return along_columns, None if transposed is None else _native_operand(x, request.operand, amax, "rows")
+        operand, made = request.operand, list[tuple[NativeOperand, Any]]()
+        for part in x.to(request.dtype).contiguous().split(rows):
+            amax = None
+            if format_of(operand.format).tensor_scale:
+                amax = shared_amax(x.new_empty((), dtype=torch.float32), place.amax_groups).view(1)
+            across = None if transposed is None else _native_operand(part, operand, amax, "rows")
+            made.append((_native_operand(part, operand, amax, "columns"), across))
+        return made
+
+    def multiply(self, pairs: list[tuple[NativeOperand, NativeOperand]], outs: list[Tensor], accumulate: bool) -> None:
+        pass
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
@@ -306,7 +316,7 @@ class _PlannedTransformerEngine(TransformerEngineBackend):
             return added(self.gemm(a, b, out_dtype), total, groups)
         if total is not None:
             return total
-        return torch.empty(_num_rows(a), _num_rows(b), dtype=out_dtype, device=a.data.device)
+        return torch.empty(a.num_rows, b.num_rows, dtype=out_dtype, device=a.data.device)
 
 
 def _native_operand(x: Tensor, operand: Operand, amax: Tensor | None, along: str) -> NativeOperand:
@@ -317,12 +327,6 @@ def _native_operand(x: Tensor, operand: Operand, amax: Tensor | None, along: str
     scale_rows = num_rows // operand.block[0] if operand.format == "fp8" else num_rows
     scales = x.new_empty(scale_rows, k // operand.block[1], dtype=format_of(operand.format).scales)
     return NativeOperand.of(QuantizedTensor(codes, scales, operand.block), amax, NativeLayout(operand, along))
-
-
-def _num_rows(operand: NativeOperand) -> int:
-    """Rows of an operand [rows, k]: MXFP8's data along the rows of a tensor is [k, rows]."""
-    exchanged = operand.layout.operand.format == "mxfp8" and operand.layout.along == "rows"
-    return operand.data.shape[1 if exchanged else 0]
 
 
 _BACKENDS: dict[str, Callable[[], Backend]] = {

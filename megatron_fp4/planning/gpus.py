@@ -12,6 +12,7 @@ them with what others measured on Blackwell.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_fp4.precision.plan import LinearShape, Plan
@@ -54,16 +55,17 @@ GPUS = {
 }
 
 
-def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, native: bool) -> float:
+def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, emulated: Collection[str]) -> float:
     """Seconds that one GPU trains on one token.
 
     training_flops: FLOPs of a token, forward and backward. mfu: the share of the BF16 peak that training in BF16
-    reaches. native: whether tensor cores multiply the codes.
+    reaches. emulated: the linears whose codes tensor cores do not multiply.
     """
     bf16 = gpu.bf16 * 1e12
     linears = 3 * plan.linear_flops_per_token / (_REACHED["bf16"] * bf16)
     rest = max(0.0, training_flops / (mfu * bf16) - linears)
-    return rest + sum(_seconds_of_linear(gpu, row.linear, row.recipe, native) for row in plan.rows)
+    rows = ((row.linear, row.recipe, row.linear.name not in emulated) for row in plan.rows)
+    return rest + sum(_seconds_of_linear(gpu, *row) for row in rows)
 
 
 def multiplies_codes(gpu: Gpu, plan: Plan) -> bool:

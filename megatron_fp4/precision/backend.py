@@ -44,6 +44,7 @@ class Alignment:
     tokens, inputs, outputs: for the whole operands. group_outputs: for each group of output features (the heads of a
     packed projection), so that no block contains rows of two groups, and hence of two ranks. fast_outputs: for the
     output features, to get a faster kernel; groups that need padding are padded to it if that adds at most 1/16.
+    of_experts: what all three of an expert's linear must be in addition.
     """
 
     tokens: int = 1
@@ -51,6 +52,7 @@ class Alignment:
     outputs: int = 1
     group_outputs: int = 1
     fast_outputs: int = 1
+    of_experts: int = 1
 
     def padded_tokens(self, tokens: int) -> int:
         return -(-tokens // self.tokens) * self.tokens
@@ -145,11 +147,11 @@ class BackendOperand(Protocol):
         """The factor between `unpacked()` and the real values, FP32 0-dim; None: 1."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Three tensors, some of them None, which an autograd function saves."""
+        """Tensors, some of them None, which an autograd function saves."""
 
     @property
     def rebuild(self) -> Callable[..., Any]:
-        """A function that makes the operand from its three `tensors()`; it holds none of them."""
+        """A function that makes the operand from its `tensors()`; it holds none of them."""
 
     def unpacked(self) -> Tensor:
         """The values [rows, k] without the tensor scale."""
@@ -182,6 +184,14 @@ class Backend(ABC):
     def alignment(self, recipe: Recipe) -> Alignment:
         """What its kernels require of a linear's sizes on one rank with `recipe`."""
         return block_alignment(recipe)
+
+    def of_experts(self, recipe: Recipe, inputs: int, outputs: int) -> Backend:
+        """The backend of experts' linears of this size: this one, or the emulation."""
+        return self
+
+    def padded(self, segments: Segments, recipe: Recipe) -> Segments:
+        """The segments as this backend computes them, with the padding that `recipe` needs."""
+        return segments.padded_to(self.alignment(recipe).tokens)
 
     @abstractmethod
     def packs(self, weight: Operand) -> bool:

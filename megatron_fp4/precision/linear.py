@@ -236,12 +236,12 @@ def _save(ctx: Any, call: LinearCall, weight: Tensor, w_dgrad: Any, kept: Any, x
     operands = [w_dgrad] if kept is None else [w_dgrad, kept]
     tensors = [tensor for operand in operands for tensor in operand.tensors()]
     ctx.save_for_backward(*tensors, *([x] if kept is None and x is not None else []))
-    ctx.call, ctx.weight, ctx.rebuild = call, weight, [operand.rebuild for operand in operands]
+    ctx.call, ctx.weight = call, weight
+    ctx.rebuild = [(operand.rebuild, len(operand.tensors())) for operand in operands]
 
 
 def _saved(ctx: Any) -> tuple[Any, Any]:
     """What `_save` saved: dgrad's weight, and wgrad's operand or x (None: neither)."""
-    tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
-    operands = [rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild)]
-    w_dgrad, *kept = operands + list(tensors[3 * len(operands) :])
+    tensors = iter(ctx.saved_tensors)  # read once: activation checkpointing refuses a second time
+    w_dgrad, *kept = [rebuild(*itertools.islice(tensors, count)) for rebuild, count in ctx.rebuild] + list(tensors)
     return w_dgrad, kept[0] if kept else None

@@ -452,13 +452,16 @@ class GroupedCall(LinearCall):
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
         super().__init__(context, weight, x)
-        num_experts, outputs, _ = self._stored.shape
-        self._stored, self.segments = self._stored.flatten(0, 1), segments.padded_to(self.alignment.tokens)
+        num_experts, outputs, inputs = self._stored.shape
+        self.backend = context.backend.of_experts(self.recipe, inputs, outputs)
+        self.alignment = self.backend.alignment(self.recipe)
+        self._stored, self.segments = self._stored.flatten(0, 1), self.backend.padded(segments, self.recipe)
         first = context.sharding.outputs.at
         assert isinstance(first, int)
         self.experts = Segments.of_equal(outputs, num_experts, x.device, first).padded_to(self.alignment.outputs)
         self.padding = Padding(segments.rows, segments.rows, 1, RowGroups(outputs, outputs))
-        self.micro_batch = 0  # tokens are numbered over all micro-batches
+        if self.backend.draws_ours:
+            self.micro_batch = 0  # tokens are numbered over all micro-batches
 
     def place(self, tensor: str, all_tokens: bool = False) -> Place:
         """As `LinearCall.place`. all_tokens: no rank has a slice."""
@@ -474,9 +477,10 @@ class GroupedCall(LinearCall):
         expert, (_, rows) = number // self.segments.sources, self.segments.sizes[number]
         weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]
         at = self.segments.padded_positions
-        at = at + rows.start if isinstance(at, int) else at[rows]
-        first = self.experts.first + expert * len(weight)
-        return _LoneCall(replace(self.context, weight_cache=None), weight, x, first, at)
+        padded = slice(rows.start, rows.start + self.alignment.padded_tokens(len(x)))
+        at = at + rows.start if isinstance(at, int) else at[padded]
+        first, context = self.experts.first + expert * len(weight), replace(self.context, backend=self.backend)
+        return _LoneCall(replace(context, weight_cache=None), weight, x, first, at)
 
 
 class _LoneCall(LinearCall):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 import torch
@@ -35,7 +35,7 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.precision.plan import Plan, recipe_of, recipes_in
+from megatron_fp4.precision.plan import Plan, PlannedLinear, recipe_of, recipes_in
 from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.formats import FORMATS, NAMES
@@ -247,10 +247,10 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
                 f"parallel.tensor={tensor} x {multiple // tensor} = {multiple}, as {row.key}.dgrad.rht="
                 f"{row.recipe.dgrad.rht} requires; use one, fewer ranks, or a smaller transform"
             )
-        if linear.experts > 1 and backend not in ("auto", "emulated"):
+        if linear.experts > 1 and backend == "torch":
             raise ConfigError(
-                f"precision.backend={backend} does not go with {linear.name}: its GEMM for experts exists in "
-                "the emulation alone; use precision.backend=emulated"
+                f"precision.backend={backend} does not go with {linear.name}: it has no GEMM for experts; use "
+                "precision.backend=auto or emulated"
             )
         if linear.experts > 1 and linear.out_features % (outputs := block_alignment(row.recipe).outputs):
             raise ConfigError(
@@ -259,6 +259,36 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             )
     if backend == "transformer_engine" and (problem := _size_problem(plan, tensor, te.alignment)):
         raise ConfigError(f"{problem}, as precision.backend={backend} requires; use one, or precision.backend=emulated")
+
+
+def refuse_emulated_experts(plan: Plan, backend: str) -> None:
+    """Raise ConfigError if `precision.backend=transformer_engine` would emulate linears of experts."""
+    for row in plan.rows if backend == "transformer_engine" else ():
+        if why := why_emulated(row):
+            raise ConfigError(
+                f"precision.backend={backend} does not go with {row.linear.name}: {why}; use precision.backend=auto, "
+                "which emulates such experts alone, or emulated"
+            )
+
+
+def why_emulated(row: PlannedLinear) -> str:
+    """Why a run with the backend transformer_engine emulates this linear, of experts; empty: it does not."""
+    linear = row.linear
+    return te.emulated_experts(row.recipe, linear.in_features, linear.out_features) if linear.experts > 1 else ""
+
+
+def emulated_linears(plan: Plan, backend: str) -> set[str]:
+    """The names of the linears that a run with `backend` emulates."""
+    native = backend != "emulated"
+    return {row.linear.name for row in plan.rows if not (native and (backend == "torch" or not why_emulated(row)))}
+
+
+def with_emulated(plan: Plan, backend: str) -> Plan:
+    """The plan as the backend `backend` computes it: the reasons also say which linears it emulates."""
+    if backend != "transformer_engine":
+        return plan
+    whys = [(row, why_emulated(row)) for row in plan.rows]
+    return Plan(tuple(replace(row, reason=f"{row.reason}; emulated: {why}") if why else row for row, why in whys))
 
 
 def _size_problem(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
@@ -438,8 +468,9 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
     """Why no chip can compute the linears of a checked `config` with the backend `native`; None: one may."""
     for plan in (plan for plan in plans if plan is not None):
+        plan = Plan(tuple(row for row in plan.rows if native == "torch" or not why_emulated(row)))
         for row in plan.rows:
-            if row.linear.experts > 1:
+            if row.linear.experts > 1 and native == "torch":
                 return f"it has no GEMM for experts, and {row.linear.name} has experts"
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
                 return f"it cannot compute {refusal[0]}"

@@ -18,6 +18,11 @@ Ranks gather weights in 16x16 blocks as codes. The project's own kernels quantiz
 Transformer Engine's kernels take only complete blocks and ranks cut between any two rows. The codes are the same (the
 self-test compares them). Gathered codes are put into the layout of the table, with scales in cuBLAS's order.
 
+The linears of experts are one call, as in `te.GroupedLinear`: `split_quantize` quantizes the tokens of all experts, and
+`general_grouped_gemm` multiplies them. The host waits for the numbers of tokens, once in a block. The tokens that an
+expert gets from several ranks have one tensor scale. NVFP4's grouped kernels take multiples of 128: tokens are padded
+to these, and experts with other features are emulated (`emulated_experts`).
+
 Two things differ from the emulated backend: the order of accumulation, and the draws of stochastic rounding.
 Transformer Engine draws 8 bits for each element from CUDA's default generator. For every tensor this generator gets a
 state that is seeded by the emulation's key. So draws depend on seed, step, micro-batch, linear and shard, and a resumed
@@ -26,7 +31,7 @@ run repeats them; but unlike the emulation's they change with the mesh. CUDA gra
 
 NaN and inf: Transformer Engine's kernels compute the maximum with instructions that ignore NaN, and convert NaN to the
 largest code, so their results do not show it. Therefore this backend reads the tensor again right after the quantizer,
-and NaN or inf in it sets its maximum (FP8: its scales) to NaN.
+and NaN or inf in it sets its maximum (FP8: its scales; those of all experts) to NaN.
 """
 
 from __future__ import annotations
@@ -60,12 +65,15 @@ from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization import tensor
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import E4M3_MAX, WHOLE, Place, RoundingKey
+from megatron_fp4.quantization.segments import Segments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # GEMMs need rows of a multiple of 16 bytes; MXFP8 needs complete blocks in both directions.
 GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
+# All three sizes of an expert in NVFP4, and how many experts one grouped kernel quantizes.
+EXPERTS_MULTIPLE, EXPERTS_AT_ONCE = 128, 64
 # If this divides a gradient's columns, one kernel transforms and quantizes it (on 10.x); otherwise several do.
 FUSED_TRANSFORM_COLUMNS = 128
 _NAN_E4M3 = 0x7F
@@ -80,7 +88,18 @@ def alignment(recipe: Recipe) -> Alignment:
     blocks = block_alignment(recipe)
     tokens, inputs, outputs = (math.lcm(multiple, size) for size in (blocks.tokens, blocks.inputs, blocks.outputs))
     transformed = recipe.wgrad.rht > 0 and recipe[WGRAD_GRADIENT].format == "nvfp4"
-    return Alignment(tokens, inputs, outputs, blocks.group_outputs, FUSED_TRANSFORM_COLUMNS if transformed else 1)
+    fast = FUSED_TRANSFORM_COLUMNS if transformed else 1
+    of_experts = EXPERTS_MULTIPLE if "nvfp4" in recipe.formats else 1
+    return Alignment(tokens, inputs, outputs, blocks.group_outputs, fast, of_experts)
+
+
+def emulated_experts(recipe: Recipe, inputs: int, outputs: int) -> str:
+    """Why experts of this size are emulated; empty: they are not."""
+    multiple = alignment(recipe).of_experts
+    for size, what in ((inputs, "inputs"), (outputs, "outputs")):
+        if size % multiple:
+            return f"{size} {what} are not a multiple of {multiple}"
+    return ""
 
 
 def not_installed() -> str | None:
@@ -103,7 +122,7 @@ def fast_math_variable() -> str | None:
 def _library() -> SimpleNamespace:
     """The names of Transformer Engine that this file uses; imported at the first use."""
     # The package must be imported before its compiled module.
-    from transformer_engine.pytorch.cpp_extensions import general_gemm  # isort: skip
+    from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm  # isort: skip
     import transformer_engine_torch as tex  # isort: skip
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
@@ -112,6 +131,8 @@ def _library() -> SimpleNamespace:
     return SimpleNamespace(
         e4m3=tex.DType.kFloat8E4M3,
         general_gemm=general_gemm,
+        general_grouped_gemm=general_grouped_gemm,
+        split_quantize=tex.split_quantize,
         Float8BlockQuantizer=Float8BlockQuantizer,
         MXFP8Quantizer=MXFP8Quantizer,
         NVFP4Quantizer=NVFP4Quantizer,
@@ -158,6 +179,12 @@ class NativeOperand:
     @property
     def rebuild(self) -> Callable[..., NativeOperand]:
         return functools.partial(NativeOperand, layout=self.layout)
+
+    @property
+    def num_rows(self) -> int:
+        """MXFP8's data along the rows of a tensor is [k, rows]."""
+        exchanged = self.layout.operand.format == "mxfp8" and self.layout.along == "rows"
+        return self.data.shape[1 if exchanged else 0]
 
     def storage(self) -> Any:
         """The operand as Transformer Engine's GEMM takes it."""
@@ -224,6 +251,28 @@ class NativeOperand:
         return tensor.QuantizedTensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
 
 
+@dataclass(frozen=True)
+class ExpertOperands:
+    """One direction of a tensor [rows, features] of several experts. parts: by expert, of those that have rows."""
+
+    parts: dict[int, NativeOperand]
+    features: int
+    quantized: bool = True
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(tensor for part in self.parts.values() for tensor in part.tensors())
+
+    @property
+    def rebuild(self) -> Callable[..., ExpertOperands]:
+        rebuilds, features = {expert: part.rebuild for expert, part in self.parts.items()}, self.features
+
+        def rebuilt(*tensors: Tensor | None) -> ExpertOperands:
+            parts = {expert: one(*tensors[3 * i : 3 * i + 3]) for i, (expert, one) in enumerate(rebuilds.items())}
+            return ExpertOperands(parts, features)
+
+        return rebuilt
+
+
 class TransformerEngineBackend(Backend):
     """Transformer Engine's quantizers, which are kept, and its GEMM. Raises ImportError without the package."""
 
@@ -238,6 +287,13 @@ class TransformerEngineBackend(Backend):
 
     def alignment(self, recipe: Recipe) -> Alignment:
         return alignment(recipe)
+
+    def of_experts(self, recipe: Recipe, inputs: int, outputs: int) -> Backend:
+        return emulated.EMULATED if emulated_experts(recipe, inputs, outputs) else self
+
+    def padded(self, segments: Segments, recipe: Recipe) -> Segments:
+        needs = alignment(recipe)
+        return segments.by_expert.padded_to(math.lcm(needs.tokens, needs.of_experts))
 
     def packs(self, weight: Operand) -> bool:
         return emulated.in_square_blocks(weight) and weight.format == "nvfp4"
@@ -261,7 +317,7 @@ class TransformerEngineBackend(Backend):
         """One quantizer makes both operands if they are of one kind; otherwise each has its own."""
         both = as_stored is not None and transposed is not None and as_stored.operand == transposed.operand
         if both and as_stored is not None and as_stored.operand.quantized:
-            made: tuple[Any, Any] = self.quantize(x, place, as_stored, transposed)
+            made = self.quantize(x, place, as_stored, transposed)
             return lambda: made[0], lambda: made[1]
         return self._maker(x, place, as_stored, None), self._maker(x, place, None, transposed)
 
@@ -272,7 +328,7 @@ class TransformerEngineBackend(Backend):
         if request is None:
             return None
         if not request.operand.quantized:
-            return functools.partial(emulated.quantize_operand, *emulated.rows_of(x, place, as_stored is None), request)
+            return emulated.EMULATED.operands(x, place, as_stored, transposed)[as_stored is None]
         return lambda: self.quantize(x, place, as_stored, transposed)[as_stored is None]
 
     def gemm(
@@ -284,25 +340,73 @@ class TransformerEngineBackend(Backend):
         if groups is not None:
             return added(self.gemm(a, b, out_dtype), total, groups)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
-        # general_gemm's A is our b, its B our a. The layout names A first. A: T if its dot product lies along stored
-        # columns; B: N if so.
-        layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
         out = _library().general_gemm(
-            b.storage(),
-            a.storage(),
-            out_dtype=out_dtype,
-            layout=layout,
-            grad=layout != "TN",
-            use_split_accumulator=True,
-            out=total,
-            accumulate=total is not None,
+            b.storage(), a.storage(), out_dtype=out_dtype, out=total, accumulate=total is not None, **_settings(a, b)
         )
         return out[0]
 
+    def grouped_gemm(
+        self, name: str, a: Any, b: Any, segments: Segments, out_dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """As `Backend.grouped_gemm`: native if both sides are quantized."""
+        if isinstance(a, emulated.GemmOperand) and isinstance(b, emulated.GemmOperand):
+            return emulated.EMULATED.grouped_gemm(name, a, b, segments, out_dtype, total)
+        assert isinstance(a, ExpertOperands) and isinstance(b, ExpertOperands), "one side of a GEMM is not quantized"
+        pairs, device = [(of_a, b.parts[expert]) for expert, of_a in a.parts.items()], segments.counts.device
+        if name == "wgrad":
+            shape = segments.num_experts, a.features, b.features
+            out = torch.zeros(shape, dtype=out_dtype, device=device) if total is None else total
+            self.multiply(pairs, [out[expert] for expert in a.parts], accumulate=total is not None)
+            return out
+        padded = [of_a.num_rows for of_a, _ in pairs]
+        columns = next(iter(b.parts.values())).num_rows
+        products = torch.empty(sum(padded), columns, dtype=out_dtype, device=device).split(padded)
+        self.multiply(pairs, list(products), accumulate=False)
+        counts = [rows.stop - rows.start for rows, _ in segments.sizes]
+        kept = [product[: counts[expert]] for expert, product in zip(a.parts, products, strict=True)]
+        rest = torch.zeros(segments.rows - sum(counts), columns, dtype=out_dtype, device=device)
+        return torch.cat([*kept, rest])
+
+    def multiply(self, pairs: list[tuple[NativeOperand, NativeOperand]], outs: list[Tensor], accumulate: bool) -> None:
+        """Write a b^T of each pair into its tensor of `outs`, or add it."""
+        if pairs:
+            _library().general_grouped_gemm(
+                [b.storage() for _, b in pairs],
+                [a.storage() for a, _ in pairs],
+                outs,
+                [None] * len(pairs),
+                outs[0].dtype,
+                m_splits=[len(out) for out in outs],
+                accumulate=accumulate,
+                **_settings(*pairs[0]),
+            )
+
     def quantize(
         self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
-    ) -> tuple[NativeOperand, NativeOperand | None]:
-        """Operands of one kind from x [n, m]: along its columns, even without a request, and along its rows."""
+    ) -> tuple[Any, Any]:
+        """Operands of one kind from x [n, m], or from the rows of each expert if the place has segments: along its
+        columns, even without a request, and along its rows (None without a request)."""
+        if (segments := place.segments) is None:
+            return self.quantize_parts(x, [len(x)], place, as_stored, transposed)[0]
+        x = segments.pad(x) if len(x) == segments.rows else x
+        rows = {expert: of.stop - of.start for expert, (_, of) in enumerate(segments.sizes) if of.stop > of.start}
+        parts = x[: sum(rows.values())], list(rows.values())
+        made = self.quantize_parts(*parts, WHOLE, as_stored, transposed) if rows else []
+        along_columns, along_rows = (
+            ExpertOperands({expert: of[side] for expert, of in zip(rows, made, strict=True)}, x.shape[1])
+            for side in (0, 1)
+        )
+        return along_columns, None if transposed is None else along_rows
+
+    def quantize_parts(
+        self,
+        x: Tensor,
+        rows: list[int],
+        place: Place,
+        as_stored: OperandRequest | None,
+        transposed: OperandRequest | None,
+    ) -> list[tuple[NativeOperand, Any]]:
+        """As `quantize`, of each part of x, which have so many `rows`. place: of x."""
         request = as_stored or transposed
         assert request is not None
         hadamard, signs = transposed is not None and transposed.rht > 0, request.signs == "fixed"
@@ -314,13 +418,13 @@ class TransformerEngineBackend(Backend):
         drawn_at = place if as_stored is not None else place.t()
         draws = nullcontext() if request.key is None else _seeded(request.key.at(drawn_at), x.device)
         with torch.cuda.device(x.device), draws:
-            storage = self._quantizers[key](x)
-        parts = storage.get_metadata()
+            storages = _quantized(self._quantizers[key], x, rows, one_by_one=request.operand.block[0] > 1)
         # The kernels ignore NaN, this norm does not. Below, 0 * largest is added: it is 0, or NaN for NaN and inf.
         largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-        settings = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
 
-        def operand(name: str, along: str) -> NativeOperand:
+        def operand(storage: Any, name: str, along: str) -> NativeOperand:
+            parts = storage.get_metadata()
+            settings = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
             if request.operand.format == "mxfp8":
                 scales.masked_fill_(~largest.isfinite(), 255)  # an addition cannot set a byte to NaN
@@ -329,7 +433,54 @@ class TransformerEngineBackend(Backend):
             layout = NativeLayout(request.operand, along, type(storage), settings)
             return NativeOperand(parts[f"{name}_data"], scales, amax, layout)
 
-        return operand("rowwise", "columns"), None if transposed is None else operand("columnwise", "rows")
+        return [
+            (operand(of, "rowwise", "columns"), None if transposed is None else operand(of, "columnwise", "rows"))
+            for of in storages
+        ]
+
+
+def _settings(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
+    """Of the GEMM a b^T. Its A is our b, its B our a. The layout names A first. A: T if its dot product lies along
+    stored columns; B: N if so."""
+    layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
+    return {"layout": layout, "grad": layout != "TN", "use_split_accumulator": True}
+
+
+def _quantized(quantizer: Any, x: Tensor, rows: list[int], one_by_one: bool) -> list[Any]:
+    """The parts of x, which have so many `rows`. one_by_one: no grouped kernel has this block."""
+    if one_by_one or len(rows) == 1:
+        return [quantizer(part) for part in x.split(rows)]
+    groups = [rows[i : i + EXPERTS_AT_ONCE] for i in range(0, len(rows), EXPERTS_AT_ONCE)]
+    parts = zip(x.split([sum(group) for group in groups]), groups, strict=True)
+    return [s for part, group in parts for s in _library().split_quantize(part, group, [quantizer] * len(group))]
+
+
+class LoneExpert(TransformerEngineBackend):
+    """The kernels for experts behind the interface for a lone linear, for tests: it is the second of two experts."""
+
+    def alignment(self, recipe: Recipe) -> Alignment:
+        needs = alignment(recipe)
+        tokens = math.lcm(needs.tokens, needs.of_experts)
+        return Alignment(tokens, needs.inputs, needs.outputs, needs.group_outputs)
+
+    def packs(self, weight: Operand) -> bool:
+        return False
+
+    def quantize(
+        self, x: Tensor, place: Place, as_stored: OperandRequest | None, transposed: OperandRequest | None
+    ) -> tuple[Any, Any]:
+        both, rows = torch.cat((2 * x.flip(0), x)), [len(x), len(x)]
+        return self.quantize_parts(both, rows, place, as_stored, transposed)[1]
+
+    def gemm(
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, groups: RowGroups | None = None
+    ) -> Tensor:
+        if groups is not None or not isinstance(a, NativeOperand):
+            return super().gemm(a, b, out_dtype, total, groups)
+        shape = a.num_rows, b.num_rows
+        out = torch.empty(shape, dtype=out_dtype, device=a.data.device) if total is None else total
+        self.multiply([(a, b), (a, b)], [torch.zeros_like(out), out], accumulate=total is not None)
+        return out
 
 
 _TENSORS = (

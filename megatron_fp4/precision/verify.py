@@ -15,6 +15,8 @@ zeros on one GPU generation, and scales lay along the wrong dimension. For each 
     gathered   operands that ranks gather as codes, weights and tokens: bit for bit; and their products
     poison     NaN and inf in x, W or dy must reach the products
 
+For linears of experts, grouped kernels make the operands and products of two, and the second's are compared.
+
 The recheck (`Recheck`) compares tensors of the run itself, because a machine may begin to compute wrongly. Every N
 steps it watches one linear. In the step's first micro-batch it compares every operand that the linear uses with the
 reference quantizer, and rows of the products with FP64; in the second one, wgrad's product that is added to the
@@ -52,6 +54,8 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.sums import fma, sums
+from megatron_fp4.precision.support import why_emulated
+from megatron_fp4.precision.transformer_engine import LoneExpert
 from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
@@ -251,7 +255,8 @@ class SelfTestError(RuntimeError):
 class Case:
     """A linear to test: its shape on this rank (output features without padding) and its recipe.
 
-    in_shards, out_shards: ranks that shard the input or output features; None: they are not sharded.
+    in_shards, out_shards: ranks that shard the input or output features; None: they are not sharded. experts: whether
+    it is one of several experts, whose kernels are Transformer Engine's.
     """
 
     tokens: int
@@ -261,9 +266,11 @@ class Case:
     recipe: Recipe
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
+    experts: bool = False
 
     def __str__(self) -> str:
-        return f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
+        shape = f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
+        return f"{shape}, experts" if self.experts else shape
 
     def context(self, backend: Backend, step: int = 0) -> LinearContext:
         """The context of this linear on a single rank."""
@@ -285,7 +292,8 @@ class Finding:
 
 
 def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens: int) -> list[Case]:
-    """The quantized linears of the plans by their shape on this rank, without duplicates. tokens: in a micro-batch."""
+    """The quantized linears of the plans by their shape on this rank, without duplicates; not experts that the backend
+    emulates. tokens: in a micro-batch."""
     cases: dict[Case, None] = {}
     for row in (row for plan in plans for row in plan.rows if row.recipe.quantized):
         context, linear = linears[row.linear.name], row.linear
@@ -293,7 +301,9 @@ def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens
         shards = sharding.inputs.ranks, sharding.outputs.ranks
         ranks = [1 if group is None else dist.get_world_size(group) for group in shards]
         shape = linear.in_features // ranks[0], linear.out_features // ranks[1]
-        cases[Case(tokens, *shape, sharding.num_groups, row.recipe, *shards)] = None
+        if (experts := linear.experts > 1) and why_emulated(row):
+            continue
+        cases[Case(tokens, *shape, sharding.num_groups, row.recipe, *shards, experts)] = None
     return list(cases)
 
 
@@ -319,6 +329,7 @@ def check(backend: Backend, case: Case, device: torch.device, fairness: bool = F
 
     fairness: also test the statistics of the project's own draws, which are compared bit for bit in any case.
     """
+    backend = LoneExpert() if case.experts else backend
     try:
         return [Finding(case, *found) for found in _comparisons(backend, case, device, fairness)]
     except Exception as error:  # such as a kernel that this chip cannot run, or another release's names

@@ -72,6 +72,11 @@ class Segments:
             self._padded_to[multiple] = replace(self, multiple=multiple, _padded_to={})
         return self._padded_to[multiple]
 
+    @functools.cached_property
+    def by_expert(self) -> Self:
+        """The same rows with one segment for each expert."""
+        return replace(self, counts=self.counts.view(-1, self.sources).sum(1), sources=1, _padded_to={})
+
     @property
     def num_experts(self) -> int:
         return len(self.counts) // self.sources

@@ -71,6 +71,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
         plans = plans_by_key(config, models)
         for key, precision in support.precisions_by_key(config).items():
             support.refuse_nothing_quantized(plans[key], precision, key)
+            support.refuse_emulated_experts(plans[key], config.precision.backend)
     plans_of(config, models)
 
 
@@ -151,12 +152,16 @@ def graphs_refusal(
     refusal = next((why for why, applies in obstacles.items() if applies), None)
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    if backend != "transformer_engine":  # it has its own quantization kernels
-        rows = [row for plan in plans if plan is not None for row in plan.rows]
-        linears = dict.fromkeys((row.recipe, row.linear.experts > 1) for row in rows)
-        if config.precision.sums != "fp32" and any(experts for _, experts in linears):
-            refusal = refusal or f"precision.sums={config.precision.sums} multiplies {_ONE_BY_ONE}"
-        refusal = refusal or next(filter(None, itertools.starmap(operand_without_kernel, linears)), None)
+    rows = [row for plan in plans if plan is not None for row in plan.rows]
+    if backend == "transformer_engine":  # it has its own quantization kernels
+        emulated = [row for row in rows if support.why_emulated(row)]
+        if any(row.linear.experts > 1 and row.recipe.quantized and row not in emulated for row in rows):
+            refusal = refusal or "Transformer Engine waits for how many tokens each expert gets"
+        rows = emulated
+    linears = dict.fromkeys((row.recipe, row.linear.experts > 1) for row in rows)
+    if config.precision.sums != "fp32" and any(experts for _, experts in linears):
+        refusal = refusal or f"precision.sums={config.precision.sums} multiplies {_ONE_BY_ONE}"
+    refusal = refusal or next(filter(None, itertools.starmap(operand_without_kernel, linears)), None)
     if refusal is not None and wanted == "true":
         raise ConfigError(f"train.cuda_graphs=true is not possible: {refusal}; leave it at auto")
     return refusal

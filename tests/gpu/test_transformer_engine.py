@@ -1,7 +1,8 @@
 """This project's linear against Transformer Engine's, on one GPU of compute capability 9.0 or 10.x.
 
     FP8 blocks       the backend transformer_engine against `te.Linear` under `Float8BlockScaling`, with power-of-two
-                     scales and (9.0 only) FP32 scales: y, dx and dW (rounded to BF16) bit for bit
+                     scales and (9.0 only) FP32 scales: y, dx and dW (rounded to BF16) bit for bit; experts against
+                     `te.GroupedLinear`, and with any numbers of tokens against the emulation
     NVFP4            the backend emulated against `te.Linear` under `CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory)`,
                      which is Transformer Engine's own reference (it rounds to nearest, so dy does here too): codes,
                      block scales and maxima of all operands bit for bit, products to the order of accumulation
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision import verify
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import grouped_linear
 from megatron_fp4.precision.operands import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import BF16, SLOTS_OF, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
@@ -31,6 +34,8 @@ from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import operand_fault
 from megatron_fp4.quantization import quantize_nvfp4, random_hadamard_transform
 from megatron_fp4.quantization.rounding import WHOLE
+from megatron_fp4.quantization.segments import Segments
+from tests.gpu.test_linear_cuda import relative
 from tests.precision.reference import NVFP4, run
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -77,9 +82,8 @@ def theirs(x: Tensor, w: Tensor, dy: Tensor, recipe: Any) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, "dW": linear.weight.grad}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
-def test_fp8_blocks_have_the_bits_of_te_linear(backend, shape, power_of_two) -> None:
+def fp8_of_te(power_of_two: bool) -> Any:
+    """Its recipe of `fp8`; skips the test on a chip that has none."""
     if unsupported("transformer_engine", fp8(power_of_two), CAPABILITY):
         pytest.skip("not on this chip")
     from transformer_engine.common.recipe import Float8BlockScaling, QParams
@@ -89,10 +93,47 @@ def test_fp8_blocks_have_the_bits_of_te_linear(backend, shape, power_of_two) -> 
         fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=0.0)
         fp8_quant_bwd_grad = QParams(power_2_scale=False, amax_epsilon=0.0)
 
-    given = tensors(*shape)
+    return Float8BlockScaling() if power_of_two else Fp32Scales()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
+def test_fp8_blocks_have_the_bits_of_te_linear(backend, shape, power_of_two) -> None:
+    given, peer_recipe = tensors(*shape), fp8_of_te(power_of_two)
     mine = ours(*given, fp8(power_of_two), backend=backend)
-    peer = theirs(*given, Float8BlockScaling() if power_of_two else Fp32Scales())
+    peer = theirs(*given, peer_recipe)
     assert all(torch.equal(mine[name], peer[name].to(torch.bfloat16)) for name in mine)
+
+
+@pytest.mark.parametrize("counts", [[384, 0, 128, 512], [37, 0, 16, 971]], ids=["whole blocks", "any"])
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
+def test_fp8_experts_have_the_bits_of_te_grouped_linear(backend, power_of_two, counts) -> None:
+    import transformer_engine.pytorch as te
+
+    peer_recipe, (x, w, dy) = fp8_of_te(power_of_two), tensors(1024, 512, 2048)
+    w, counted = torch.stack([w * 2.0**-expert for expert in range(4)]), torch.tensor(counts)
+    segments = Segments.of_experts(counted.to(x.device), torch.arange(1024, device=x.device))
+    results = []
+    for by in (backend, EMULATED):
+        inputs, weight = x.detach().requires_grad_(), w.detach().float().requires_grad_()
+        y = grouped_linear(inputs, weight, LinearContext("experts", fp8(power_of_two), backend=by), segments)
+        y.backward(dy, retain_graph=True)
+        assert inputs.grad is not None and weight.grad is not None
+        results.append([y.detach().cpu(), inputs.grad.cpu(), weight.grad.cpu()])
+        y.backward(dy)
+        results[-1].append(weight.grad.cpu())
+    assert all(relative(*pair) < 4e-3 for pair in zip(*results, strict=True)) and not results[0][-1][1].any()
+    if not any(count % 128 for count in counts):
+        linear = te.GroupedLinear(4, 512, 2048, bias=False, params_dtype=torch.bfloat16, device=x.device)
+        for parameter, of_expert in zip(linear.parameters(), w, strict=True):
+            parameter.data.copy_(of_expert)
+        inputs = x.detach().requires_grad_()
+        with te.autocast(enabled=True, recipe=peer_recipe):
+            y = linear(inputs, counted)
+        y.backward(dy)
+        peers = y, inputs.grad, torch.stack([parameter.grad for parameter in linear.parameters()])
+        for mine, peer in zip(results[0], peers, strict=False):
+            assert peer is not None and torch.equal(mine.bfloat16(), peer.cpu())
 
 
 @contextmanager
@@ -176,6 +217,6 @@ def test_the_emulation_has_the_bits_of_te_nvfp4_reference(shape) -> None:
 def test_native_kernels_pass_the_self_test(backend, recipe) -> None:
     if reason := unsupported("transformer_engine", recipe, CAPABILITY):
         pytest.skip(reason)
-    for shape in SHAPES[:2]:
-        case = verify.Case(*shape, 1, recipe)
+    for shape, experts in ((SHAPES[0], False), (SHAPES[1], False), (SHAPES[1], True)):
+        case = verify.Case(*shape, 1, recipe, experts=experts)
         assert [str(f) for f in verify.check(backend, case, torch.device("cuda", 0)) if f.fault] == []

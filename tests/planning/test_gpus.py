@@ -47,7 +47,7 @@ def test_planned_speedups_are_near_published_ones(
 ) -> None:
     """A plan promises no more than was measured. How much less is in docs/research.md, Planned times."""
     time, nvfp4 = (
-        seconds_of_a_token(GPUS[gpu], *llama(name, sizes, in_bf16), mfu, native=True) for name in (base, "nvfp4")
+        seconds_of_a_token(GPUS[gpu], *llama(name, sizes, in_bf16), mfu, emulated=()) for name in (base, "nvfp4")
     )
     assert 0.89 * measured < time / nvfp4 < measured
     assert time / nvfp4 == pytest.approx(planned, abs=0.006)
@@ -56,7 +56,7 @@ def test_planned_speedups_are_near_published_ones(
 @pytest.mark.parametrize(("sizes", "mfu", "published"), [(MIDDLE, 0.609, 4864), (LARGE, 0.637, 960)])
 def test_the_mfu_is_what_published_mxfp8_reaches(sizes: tuple[int, ...], mfu: float, published: float) -> None:
     """published: Megatron Bridge's tokens/s of a GB300 in MXFP8."""
-    seconds = seconds_of_a_token(GPUS["gb300"], *llama("mxfp8", sizes, 0), mfu, native=True)
+    seconds = seconds_of_a_token(GPUS["gb300"], *llama("mxfp8", sizes, 0), mfu, emulated=())
     assert 1 / seconds == pytest.approx(published, rel=0.01)
 
 
@@ -112,7 +112,7 @@ def test_four_over_six_of_activations_costs_its_quantizer() -> None:
     def time(precision: str) -> float:
         config = composed("model=nemotron_h_8b", f"precision={precision}")
         flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        return seconds_of_a_token(GPUS["b200"], plans_of(config)[0], flops, 0.5, native=True)
+        return seconds_of_a_token(GPUS["b200"], plans_of(config)[0], flops, 0.5, emulated=())
 
     assert time("nvfp4") < time("nvfp4_4over6_1x16") < time("bf16")
     assert time("nvfp4_all_the_way") < time("nvfp4")

@@ -34,6 +34,7 @@ from tests.quantization.cublas import slots
 
 PADDING = 0x5A  # the byte in memory that is not written
 GEMMS: list[dict[str, Any]] = []  # the calls of `general_gemm`
+SPLITS: list[list[int]] = []  # the rows of the calls of `split_quantize`
 _SETTINGS = {
     *("rowwise", "columnwise", "with_amax_reduction", "amax_reduction_group", "with_rht", "with_post_rht_amax"),
     *("with_2d_quantization", "stochastic_rounding", "with_random_sign_mask"),
@@ -131,6 +132,23 @@ def general_gemm(A, B, *, out_dtype, layout, grad, use_split_accumulator, out=No
     return out, None, None, None
 
 
+def general_grouped_gemm(A, B, out, quantization_params, out_dtype, *, layout, m_splits, accumulate=False, **settings):
+    """A GEMM for each expert."""
+    assert len(A) == len(B) == len(out) == len(quantization_params) == len(m_splits) and not any(quantization_params)
+    for a, b, product in zip(A, B, out, strict=True):
+        settings |= {"out_dtype": out_dtype, "layout": layout, "accumulate": accumulate}
+        general_gemm(a, b, out=product, **settings)
+    return out, None, None
+
+
+def split_quantize(x: Tensor, rows: list[int], quantizers: list[NVFP4Quantizer]) -> list[NVFP4TensorStorage]:
+    """Each part by its quantizer; one generator state draws for all. With the limits of the kernels of 10.0."""
+    assert len(rows) == len(quantizers) <= 64 and x.is_contiguous() and x.shape[0] == sum(rows)
+    assert not any(size % 128 for size in (*rows, x.shape[1])) and not quantizers[0].with_2d_quantization
+    SPLITS.append(rows)
+    return [quantizer(part) for quantizer, part in zip(quantizers, x.split(rows), strict=True)]
+
+
 def decoded(storage: NVFP4TensorStorage, side: str) -> Tensor:
     """The values along one direction, FP64 [rows, k]; the storage must not have the other one."""
     parts = storage.parts
@@ -174,8 +192,10 @@ def installed(own_maximum: bool = False) -> Iterator[list[dict[str, Any]]]:
     """Make the backend use this instead of the package; yields the log of the tensors that are quantized."""
     log: list[dict[str, Any]] = []
     quantizer = type("NVFP4Quantizer", (NVFP4Quantizer,), {"log": log, "own_maximum": own_maximum})
-    library = SimpleNamespace(e4m3="E4M3", general_gemm=general_gemm, NVFP4Quantizer=quantizer)
+    gemms = {"general_gemm": general_gemm, "general_grouped_gemm": general_grouped_gemm}
+    library = SimpleNamespace(e4m3="E4M3", **gemms, split_quantize=split_quantize, NVFP4Quantizer=quantizer)
     GEMMS.clear()
+    SPLITS.clear()
     with (
         mock.patch.object(te, "_library", lambda: library),
         mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()),

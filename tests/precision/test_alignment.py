@@ -83,8 +83,9 @@ def compute(backend: Backend, by_name: Mapping[str, Recipe], tensor: int) -> Non
             for (i, (name, recipe)), (j, ((outputs, inputs), context)) in pairs:
                 tokens = TOKENS[(i + j) % 2]
                 experts, alignment = context.num_experts, backend.alignment(recipe)
-                if inputs % alignment.inputs or (experts and (outputs % alignment.outputs or backend is not EMULATED)):
-                    continue  # refused
+                refuses_experts = outputs % alignment.outputs or backend.name == "torch"
+                if inputs % alignment.inputs or (experts and refuses_experts):
+                    continue
                 context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
                 sharding = context.sharding
                 groups = sharding.in_tokens, sharding.out_tokens
@@ -185,7 +186,7 @@ def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
         return Storage(**parts)
 
     def made(*_: Any, block_scaling_dim: int = 1, **settings: Any) -> Any:
-        return mock.Mock(side_effect=functools.partial(quantize, square=block_scaling_dim == 2))
+        return mock.Mock(side_effect=functools.partial(quantize, square=block_scaling_dim == 2), kind=name)
 
     return made
 
@@ -212,10 +213,23 @@ def te_gemm(a: Storage, b: Storage, *, out_dtype: torch.dtype, layout: str, out:
     return [torch.empty(rows, columns, dtype=out_dtype) if out is None else out]
 
 
+def te_split(x: Tensor, rows: list[int], quantizers: list[Any]) -> list[Storage]:
+    multiple = 128 if quantizers[0].kind == "NVFP4Quantizer" else 1
+    assert not any(size % multiple for size in (*rows, x.shape[1])) and len(rows) == len(quantizers) <= 64
+    return [quantizer(part) for quantizer, part in zip(quantizers, x.split(rows), strict=True)]
+
+
+def te_grouped_gemm(*operands: Any, layout: str, m_splits: list[int], **_: Any) -> None:
+    for a, b, out in zip(*operands[:3], strict=True):
+        te_gemm(a, b, out_dtype=out.dtype, layout=layout, out=out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_transformer_engine_takes_every_tensor_and_product(tensor: int) -> None:
-    library = SimpleNamespace(e4m3=None, general_gemm=te_gemm, **{name: quantizer(name) for name in TE_SIZES})
+    quantizers = {name: quantizer(name) for name in TE_SIZES}
+    gemms = {"general_gemm": te_gemm, "general_grouped_gemm": te_grouped_gemm}
+    library = SimpleNamespace(e4m3=None, split_quantize=te_split, **gemms, **quantizers)
     with (
         mock.patch.object(te, "_library", lambda: library),
         mock.patch.object(te, "_seeded", lambda *_: nullcontext()),
@@ -235,7 +249,7 @@ def test_padding_of_groups_and_tokens() -> None:
     assert Alignment(tokens=32).padded_tokens(2064) == 2080
     # Groups that need padding are padded for the faster kernel if that costs little.
     alignment = te.alignment(NVFP4)
-    assert alignment == Alignment(32, 32, 32, 16, fast_outputs=128)
+    assert alignment == Alignment(32, 32, 32, 16, fast_outputs=128, of_experts=128)
     assert te.alignment(ref.changed(NVFP4, wgrad_rht=0)).fast_outputs == te.alignment(FP8).fast_outputs == 1
     assert alignment.padded_group(2320, 1) == 2432 and alignment.padded_group(2836, 2) == 2880
     assert alignment.padded_group(2836, 8) == 2848  # together a multiple of 128

@@ -8,8 +8,9 @@ import torch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import support
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.support import BackendChoice, choose_backend
+from megatron_fp4.precision.support import BackendChoice, choose_backend, emulated_linears
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.training.build import graphs_refusal
 from tests.composing import changed, composed, plans_of
 
 FOUR_OVER_SIX = {"fprop.activation.four_over_six": "absolute"}
@@ -104,6 +105,18 @@ def test_exceptions_and_the_target_of_a_switch_need_the_backend_too(machine):
     odd = replace(composed("precision=mxfp4").precision, name="odd")
     message = refused(replace(configured(backend="torch"), after_switch=odd))
     assert "precision.switch.target=bf16: precision.fprop.activation.format=mxfp4" in message
+
+
+def test_experts_whose_width_128_does_not_divide_are_emulated_and_named(machine):
+    machine((10, 0))
+    for model, emulated, eager in (("nemotron_3_nano", 38, None), ("moe_tiny", 0, "how many tokens each expert gets")):
+        config = configured("nvfp4", f"model={model}", "run.device=cuda")
+        plan = plans_of(config)[0]
+        assert chosen(config).name == TE and support.with_emulated(plan, "emulated") is plan
+        reasons = [row.reason for row in support.with_emulated(plan, TE).rows if row.linear.experts > 1]
+        assert sum("emulated: 1856 " in reason for reason in reasons) == emulated == len(emulated_linears(plan, TE))
+        refusal = graphs_refusal(config, 1, "cuda", TE, [plan])
+        assert (refusal is None) if eager is None else eager in (refusal or "")
 
 
 def test_fast_math_is_refused(machine, monkeypatch):

@@ -11,10 +11,12 @@ import torch
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import grouped_linear, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.verify import Case, check
 from megatron_fp4.quantization.rounding import WHOLE, Place, Span, rounding_key
+from megatron_fp4.quantization.segments import Segments
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
@@ -30,9 +32,9 @@ CPU = torch.device("cpu")
 ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
 
 
-def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> list[str]:
+def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED, experts: bool = False) -> list[str]:
     with stand_in.installed():
-        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe), CPU)
+        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe, experts=experts), CPU)
     return [str(finding) for finding in found if finding.fault]
 
 
@@ -47,6 +49,8 @@ def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> lis
 def test_the_self_test_accepts_what_hardware_returns(recipe, shape):
     """Code 8 for negative zeros, maxima without NaN, 8-bit draws, garbage in the padding, scales in either order."""
     assert faults(recipe, shape) == []
+    if shape == ALIGNED:
+        assert faults(recipe, (130, *shape[1:]), experts=True) == [] and stand_in.SPLITS
 
 
 def swap_nibbles(parts: dict[str, Any]) -> None:
@@ -89,6 +93,64 @@ def test_the_self_test_finds_faults(monkeypatch, settings, spoil, seen):
     monkeypatch.setattr(stand_in.NVFP4Quantizer, "__call__", spoiled)
     found = faults()
     assert any(seen in fault for fault in found), found
+
+
+def test_the_self_test_finds_experts_that_share_a_scale(monkeypatch):
+    split = stand_in.split_quantize
+
+    def spoiled(x, rows, quantizers):
+        first, *others = split(x, rows, quantizers)
+        for other in others:
+            other.parts["amax_rowwise"].copy_(first.parts["amax_rowwise"])
+        return [first, *others]
+
+    monkeypatch.setattr(stand_in, "split_quantize", spoiled)
+    assert any("experts: fprop_activation codes: tensor scale differ" in fault for fault in faults(experts=True))
+    assert faults() == []
+
+
+@pytest.mark.parametrize("counts", [[[3, 17], [0, 0], [32, 0], [0, 130]], [[3, 1]] * 66], ids=["few", "many"])
+def test_experts_equal_the_emulation_up_to_the_order_of_sums_and_add_gradients(counts):
+    """Those of several sources have one scale; a grouped kernel takes 64 experts; one row follows all segments."""
+    counted, inputs, outputs = torch.tensor(counts), 128, 256
+    x, w, dy = (t.bfloat16() for t in ref.tensors(int(counted.sum()) + 1, inputs, outputs))
+    w = torch.stack([w.roll(expert, 0) * 2.0 ** (expert % 5) for expert in range(len(counts))])
+    segments, found = Segments.of_experts(counted, torch.arange(len(x))), []
+    with stand_in.installed():
+        for backend, of in ((EMULATED, segments.by_expert), (te.TransformerEngineBackend(), segments)):
+            weight, steps = torch.nn.Parameter(w.float()), []
+            for micro_batch in range(2):
+                context = ref.context_of(ref.nearest(NVFP4), backend=backend)
+                given = (x * (1 + micro_batch)).requires_grad_()
+                y = grouped_linear(given, weight, context, of)
+                y.backward(dy)
+                steps += [y.detach(), given.grad]
+            found.append([*steps, weight.grad])
+        assert [len(rows) for rows in stand_in.SPLITS] == 4 * ([3] if len(counts) == 4 else [64, 2])
+    for expected, actual in zip(*found, strict=True):
+        bound = 2**-7 if actual.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound / 8 * float(expected.abs().max()))
+        assert not actual[-1].any() if actual.dim() == 2 else actual[0].any()
+
+
+def test_draws_of_experts_follow_the_micro_batch_and_odd_widths_are_emulated():
+    counts = torch.tensor([40, 0, 24])
+    segments = Segments.of_experts(counts, torch.arange(64))
+
+    def gradient(backend, outputs: int, micro_batch: int = 0):
+        x, w, dy = (t.bfloat16() for t in ref.tensors(64, 128, outputs))
+        weight = torch.nn.Parameter(w.expand(3, -1, -1).clone())
+        context = ref.context_of(NVFP4, backend=backend)
+        context.step_state.micro_batch = micro_batch
+        grouped_linear(x.requires_grad_(), weight, context, segments).backward(dy)
+        return weight.grad
+
+    with stand_in.installed():
+        native = te.TransformerEngineBackend()
+        first, again, other = (gradient(native, 256, micro_batch) for micro_batch in (0, 0, 1))
+        assert torch.equal(first, again) and not torch.equal(first, other)
+        assert te.emulated_experts(NVFP4, 128, 256) == "" != te.emulated_experts(NVFP4, 128, 144)
+        assert torch.equal(gradient(native, 144), gradient(EMULATED, 144))
 
 
 def test_the_self_test_finds_draws_without_a_key(monkeypatch):
