@@ -279,8 +279,8 @@ def why_emulated(row: PlannedLinear) -> str:
 
 def emulated_linears(plan: Plan, backend: str) -> set[str]:
     """The names of the linears that a run with `backend` emulates."""
-    native = backend != "emulated"
-    return {row.linear.name for row in plan.rows if not (native and (backend == "torch" or not why_emulated(row)))}
+    emulated = {"emulated": lambda _: True, "transformer_engine": why_emulated, "torch": lambda _: False}[backend]
+    return {row.linear.name for row in plan.rows if emulated(row)}
 
 
 def with_emulated(plan: Plan, backend: str) -> Plan:
