@@ -161,17 +161,14 @@ def summarized_steps(run_dir: Path) -> int | None:
 
 
 def check_baseline(config: Config) -> None:
-    """Raise ConfigError unless `logging.baseline` is another run that can be drawn beside this one.
+    """Raise ValueError unless `logging.baseline` is another run that can be drawn beside this one.
 
     If this run has begun before, a missing baseline is only logged, because pictures are not essential.
     """
     given, here = config.logging.baseline, Path(config.run.dir)
     if given is None:
         return
-    try:
-        name, path = named_run(given)
-    except ValueError as error:
-        raise ConfigError(f"logging.baseline={given}: {error}") from error
+    name, path = named_run(given)
     if path.resolve() == here.resolve():
         raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
     if name == here.resolve().name:
