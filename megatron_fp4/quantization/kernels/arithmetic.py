@@ -51,11 +51,17 @@ def load_tile(x_ptr, offsets, width, source_ptr, ROWS: tl.constexpr, FP32: tl.co
         else:
             pair = tl.load(x_ptr + (r * width + offsets))
         if FP32:
-            even = pair.to(tl.int32).to(tl.float32, bitcast=True)
-            odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            pair = round_pair(even, odd)
+            pair = rounded_pair(pair)
         rows += (pair,)
     return rows
+
+
+@triton.jit
+def rounded_pair(pair):
+    """A pair from two FP32 numbers in 64 bits."""
+    return round_pair(
+        pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    )
 
 
 @triton.jit

@@ -24,12 +24,14 @@ from megatron_fp4.quantization.kernels.arithmetic import (
     even_of,
     grid_nearest,
     nan_max,
-    nan_min,
-    nearest_e4m3,
+    nibble,
     odd_of,
     pack,
+    rounded_pair,
     scale_byte,
     scale_from_byte,
+    tensor_scale,
+    under_sign,
     values_of_byte,
 )
 
@@ -90,13 +92,8 @@ def quantize_kernel(
     width = num_blocks * PAIRS
     begin, stop = rows_of(first_block + row_block, first, end, group_rows, blocks_per_group, BLOCK)
     largest = tl.load(maxima_ptr + as_long(row_block) * num_blocks + block, column_mask, 0)
-    if BLOCK == 16:
-        tensor_scale = nan_min(tl.div_rn(2688.0, tl.load(amax_ptr)), 3.4028234663852886e38)
-        tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
-        scale = nearest_e4m3(nan_min(largest * (tensor_scale * 0.1666666716337204), 448.0))
-        encode = nan_min(tl.div_rn(1.0, scale * tl.div_rn(1.0, tensor_scale)), 3.4028234663852886e38)
-    else:
-        scale, encode = block_scale(largest, 1.0, 1.0, BLOCK)
+    sixth, inverse = tensor_scale(amax_ptr, amax_ptr, BLOCK, False)
+    scale, encode = block_scale(largest, sixth, inverse, BLOCK)
     byte = scale_byte(scale, BLOCK).to(tl.uint8)
     encode = encode[:, None]
     for r in tl.static_range(BLOCK):
@@ -149,17 +146,11 @@ def load_pairs(x_ptr, row, offsets, mask, width, FP32: tl.constexpr):
     """Even and odd columns of a row, in FP32, rounded to BF16."""
     pair = tl.load(x_ptr + as_long(row) * width + offsets, mask, 0)
     if FP32:
-        even = pair.to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
-        odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
-    else:
-        even = even_of(pair)
-        odd = odd_of(pair)
-    return even, odd
+        pair = rounded_pair(pair)
+    return even_of(pair), odd_of(pair)
 
 
 @triton.jit
 def code_of(value, encode):
     """The E2M1 code of value * encode. -0 has code 0; a negative number that is rounded to zero has code 8."""
-    grid = tl.minimum(grid_nearest(tl.abs(value) * encode), 6.0)
-    code = tl.where(grid < 2.0, grid * 2.0, tl.where(grid < 4.0, grid + 2.0, grid * 0.5 + 4.0)).to(tl.int32)
-    return code | tl.where(value < 0.0, 8, 0)
+    return nibble(under_sign(tl.minimum(grid_nearest(tl.abs(value) * encode), 6.0), value))
