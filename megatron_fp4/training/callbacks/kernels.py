@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "kernels"
 _COMPILERS = 16
+_WARMUP, _TIMED = 5, 25  # ms to time a configuration: with 25 and 100, as by default, a hundred take half a minute
 _TOKENS, _FEATURES = 256, 256  # of a linear whose kernels are noted
 _PACKAGE = "mamba_ssm"
 _KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # imports all kernels of the scan
@@ -290,9 +291,12 @@ def _choose(
         differing = "; ".join(f"{n} {here} instead of {other}" for n, other, here in changed_facts(there, environment))
         lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
     known, began = choices_of(autotuners).keys(), time.perf_counter()
+    testing = sys.modules.get("triton.testing")
     for autotuner in autotuners.values():
-        # Triton calls this attribute for a key without a choice.
+        # Triton calls these attributes for a key without a choice.
         autotuner.prune_configs = functools.partial(_compiled_at_once, autotuner)
+        if testing is not None:
+            autotuner.do_bench = functools.partial(testing.do_bench, warmup=_WARMUP, rep=_TIMED)
     rehearse()
     tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
     if tuned:
