@@ -268,10 +268,6 @@ class AllocatingGPU(cuda.NvidiaGPU):
     def multiprocessors(self, device: torch.device) -> int:
         return _MULTIPROCESSORS
 
-    def zeros(self, device: torch.device) -> Tensor:
-        # A real GPU makes a stock of them, which would outlive the mode of fake tensors.
-        return torch.zeros(2, dtype=torch.int32, device=device)
-
     def start(
         self, kernel: cuda.Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:

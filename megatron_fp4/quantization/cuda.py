@@ -26,8 +26,6 @@ from megatron_fp4.quantization.rounding import WHOLE, Place, RoundingKey
 
 log = logging.getLogger(__name__)
 
-_ZEROS = 512  # pairs of zeros that are made at once
-
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
@@ -128,9 +126,6 @@ class Fused(ABC):
 class NvidiaGPU:
     """What the quantizers need of a device: whether kernels run there, how large it is, and how to launch them."""
 
-    def __init__(self) -> None:
-        self._zeros: dict[tuple[torch.device, int], list[Tensor]] = {}
-
     def available(self, device: torch.device) -> bool:
         """Whether the kernels run on `device`. If it is a GPU on which they do not, a warning says once why."""
         return device.type == "cuda" and _available(device)
@@ -141,17 +136,6 @@ class NvidiaGPU:
 
     def multiprocessors(self, device: torch.device) -> int:
         return _multiprocessors(device)
-
-    def zeros(self, device: torch.device) -> Tensor:
-        """Two int32 zeros, aligned to 16 bytes, for one caller alone. Many are made at once, because the kernel that
-        fills them takes as long as a small quantizer."""
-        if torch.cuda.is_current_stream_capturing():  # each replay of the graph has to make its zeros again
-            return torch.zeros(2, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        unused = self._zeros.setdefault((device, stream), [])
-        if not unused:
-            unused.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
-        return unused.pop()
 
     def multiplies(self, x: Tensor) -> bool:
         return x.is_cuda

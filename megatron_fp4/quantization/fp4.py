@@ -190,7 +190,7 @@ class FusedFP4(Fused):
     def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
         stochastic = columns_key is not None or rows_key is not None
         if self._has_tensor_scale:
-            self._amax = cuda.gpu.zeros(self.x.device)
+            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
             if self._segments is not None:  # and rows after all segments
                 size = len(self._segments.counts) + 1, 2
                 self._amax = torch.zeros(size, dtype=torch.int32, device=self.x.device)

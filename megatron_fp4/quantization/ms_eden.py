@@ -145,7 +145,7 @@ class _OperandAlongRows:
             (self.signs, *_key_arguments(side.signs_key, self.signs)),
             {"DEVICE_KEY": side.signs_key.device is not None},
         )
-        self.amax = cuda.gpu.zeros(x.device)
+        self.amax = torch.zeros(1, dtype=torch.int32, device=x.device)
         column_programs = -(-self.columns // _COLUMNS)
         tile_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(x.device) // column_programs)
         launch(
