@@ -199,8 +199,9 @@ def plan_shares(plan: Plan) -> str:
     return ", ".join(shares)
 
 
-def plan_table(plan: Plan, name: str) -> Table:
-    """The recipe of each linear and its reason, in order of execution. name: of the plan.
+def plan_table(plan: Plan, name: str, emulated: Mapping[str, str]) -> Table:
+    """The recipe of each linear and its reason, in order of execution. name: of the plan. emulated: as
+    `support.emulated_linears` returns it.
 
     Linears of the same kind, shape, recipe and reason share a row: `blocks.{2..51}.mixer.in_proj` is this linear of all
     blocks from 2 to 51 that have it.
@@ -214,6 +215,8 @@ def plan_table(plan: Plan, name: str) -> Table:
         shape = shape if linear.experts == 1 else f"{linear.experts} x {shape}"
         kind = re.sub(r"\d+", "#", linear.name, count=1)
         why = re.sub(r"^block \d+ is", "is", row.reason)  # the row already has the block's number
+        if reason := emulated.get(linear.name):
+            why += f"; emulated: {reason}"
         numbered = re.search(r"\d+", linear.name)  # of a block, or of a set of multi-token prediction; not the head
         number = int(numbered[0]) if numbered else 0
         have.setdefault((kind, shape), []).append(number)

@@ -38,7 +38,7 @@ from megatron_fp4.planning.dry_run import BATCH_AXES, DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch
 from megatron_fp4.precision.rng import keyed_operands
-from megatron_fp4.precision.support import emulated_linears, why_not_native, with_emulated
+from megatron_fp4.precision.support import emulated_linears, why_not_native
 from megatron_fp4.runtime.run_state import cannot_be_written, try_folder, written_folders
 from megatron_fp4.training import build as setup
 from megatron_fp4.training.optimizer import WSDSchedule
@@ -184,7 +184,8 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     num_tokens = sum(phase.num_steps * phase.batch_size for phase, _ in times) * config.train.sequence_length
     console = tables.RunConsole(config.train.steps)
     console.text(f"kernels: {models.describe_execution(models.planned_execution(config), config)}")
-    console.table(tables.plan_table(with_emulated(plans[0], config.precision.backend), config.precision.name))
+    emulated = emulated_linears(plans[0], config.precision.backend)
+    console.table(tables.plan_table(plans[0], config.precision.name, emulated))
     console.table(tables.batch_table(config.train, config.parallel, ranks, num_tokens))
     console.table(tables.facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
     if any(message.ranks > 1 for message in dry.messages):

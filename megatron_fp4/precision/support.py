@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter
 
 import torch
@@ -35,7 +35,7 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.precision.plan import Plan, PlannedLinear, recipe_of, recipes_in
+from megatron_fp4.precision.plan import Plan, recipe_of, recipes_in
 from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.formats import FORMATS, NAMES
@@ -263,32 +263,21 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
 
 def refuse_emulated_experts(plan: Plan, backend: str) -> None:
     """Raise ConfigError if `precision.backend=transformer_engine` would emulate linears of experts."""
-    for row in plan.rows if backend == "transformer_engine" else ():
-        if why := why_emulated(row):
+    for name, why in emulated_linears(plan, backend).items():
+        if backend == "transformer_engine":
             raise ConfigError(
-                f"precision.backend={backend} does not go with {row.linear.name}: {why}; use precision.backend=auto, "
-                "which emulates such experts alone, or emulated"
+                f"precision.backend={backend} does not go with {name}: {why}; use precision.backend=auto, which "
+                "emulates such experts alone, or emulated"
             )
 
 
-def why_emulated(row: PlannedLinear) -> str:
-    """Why a run with the backend transformer_engine emulates this linear, of experts; empty: it does not."""
-    linear = row.linear
-    return te.emulated_experts(row.recipe, linear.in_features, linear.out_features) if linear.experts > 1 else ""
-
-
-def emulated_linears(plan: Plan, backend: str) -> set[str]:
-    """The names of the linears that a run with `backend` emulates."""
-    emulated = {"emulated": lambda _: True, "transformer_engine": why_emulated, "torch": lambda _: False}[backend]
-    return {row.linear.name for row in plan.rows if emulated(row)}
-
-
-def with_emulated(plan: Plan, backend: str) -> Plan:
-    """The plan as the backend `backend` computes it: the reasons also say which linears it emulates."""
+def emulated_linears(plan: Plan, backend: str) -> dict[str, str]:
+    """The linears that a run with `backend` emulates, by name, and why: experts, or all without a reason."""
     if backend != "transformer_engine":
-        return plan
-    whys = [(row, why_emulated(row)) for row in plan.rows]
-    return Plan(tuple(replace(row, reason=f"{row.reason}; emulated: {why}") if why else row for row, why in whys))
+        return {row.linear.name: "" for row in plan.rows if backend == "emulated"}
+    rows = [(row.recipe, row.linear) for row in plan.rows if row.linear.experts > 1]
+    whys = {of.name: te.emulated_experts(recipe, of.in_features, of.out_features) for recipe, of in rows}
+    return {name: why for name, why in whys.items() if why}
 
 
 def _size_problem(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
@@ -468,10 +457,9 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
     """Why no chip can compute the linears of a checked `config` with the backend `native`; None: one may."""
     for plan in (plan for plan in plans if plan is not None):
-        plan = Plan(tuple(row for row in plan.rows if native == "torch" or not why_emulated(row)))
+        emulated = emulated_linears(plan, native)
+        plan = Plan(tuple(row for row in plan.rows if row.linear.name not in emulated))
         for row in plan.rows:
-            if row.linear.experts > 1 and native == "torch":
-                return f"it has no GEMM for experts, and {row.linear.name} has experts"
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
                 return f"it cannot compute {refusal[0]}"
         if native == "transformer_engine" and (problem := _size_problem(plan, config.parallel.tensor, te.alignment)):

@@ -54,7 +54,6 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.sums import fma, sums
-from megatron_fp4.precision.support import why_emulated
 from megatron_fp4.precision.transformer_engine import LoneExpert
 from megatron_fp4.quantization import rounding
 from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
@@ -301,9 +300,9 @@ def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens
         shards = sharding.inputs.ranks, sharding.outputs.ranks
         ranks = [1 if group is None else dist.get_world_size(group) for group in shards]
         shape = linear.in_features // ranks[0], linear.out_features // ranks[1]
-        if (experts := linear.experts > 1) and why_emulated(row):
-            continue
-        cases[Case(tokens, *shape, sharding.num_groups, row.recipe, *shards, experts)] = None
+        backend, experts = context.backend, linear.experts > 1
+        if not experts or backend.of_experts(row.recipe, *shape) is backend:
+            cases[Case(tokens, *shape, sharding.num_groups, row.recipe, *shards, experts)] = None
     return list(cases)
 
 

@@ -152,13 +152,15 @@ def graphs_refusal(
     refusal = next((why for why, applies in obstacles.items() if applies), None)
     if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    rows = [row for plan in plans if plan is not None for row in plan.rows]
-    if backend == "transformer_engine":  # it has its own quantization kernels
-        emulated = [row for row in rows if support.why_emulated(row)]
-        if any(row.linear.experts > 1 and row.recipe.quantized and row not in emulated for row in rows):
-            refusal = refusal or "Transformer Engine waits for how many tokens each expert gets"
-        rows = emulated
-    linears = dict.fromkeys((row.recipe, row.linear.experts > 1) for row in rows)
+    linears = dict[tuple[Recipe, bool], None]()
+    for plan in (plan for plan in plans if plan is not None):
+        emulated = support.emulated_linears(plan, backend)
+        for row in plan.rows:
+            experts = row.linear.experts > 1
+            if backend != "transformer_engine" or row.linear.name in emulated:
+                linears[row.recipe, experts] = None
+            elif experts and row.recipe.quantized:  # for the others it has its own kernels
+                refusal = refusal or "Transformer Engine waits for how many tokens each expert gets"
     if config.precision.sums != "fp32" and any(experts for _, experts in linears):
         refusal = refusal or f"precision.sums={config.precision.sums} multiplies {_ONE_BY_ONE}"
     refusal = refusal or next(filter(None, itertools.starmap(operand_without_kernel, linears)), None)

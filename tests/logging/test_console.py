@@ -112,7 +112,7 @@ def test_the_plan_lists_ranges_of_linears() -> None:
     shapes += [LinearShape(f"mtp.{n}.blocks.1.mixer.w", 11 + 2 * n, 16, 16) for n in range(2)]
     shapes += [LinearShape("head", 14, 16, 16)]
     plan = Plan(tuple(PlannedLinear(shape, recipe, "why") for shape, recipe in zip(shapes, recipes, strict=True)))
-    text = shown(plan_table(plan, "nvfp4"))
+    text = shown(plan_table(plan, "nvfp4", {}))
     assert "blocks.{0..2,5..8}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
     assert "mtp.{0..1}.blocks.1.mixer.w" in text and " head " in text and "10 of 13 linears in nvfp4 (76.9%" in text
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.console import plan_table
 from megatron_fp4.precision import support
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.support import BackendChoice, choose_backend, emulated_linears
@@ -112,9 +113,10 @@ def test_experts_whose_width_128_does_not_divide_are_emulated_and_named(machine)
     for model, emulated, eager in (("nemotron_3_nano", 38, None), ("moe_tiny", 0, "how many tokens each expert gets")):
         config = configured("nvfp4", f"model={model}", "run.device=cuda")
         plan = plans_of(config)[0]
-        assert chosen(config).name == TE and support.with_emulated(plan, "emulated") is plan
-        reasons = [row.reason for row in support.with_emulated(plan, TE).rows if row.linear.experts > 1]
-        assert sum("emulated: 1856 " in reason for reason in reasons) == emulated == len(emulated_linears(plan, TE))
+        whys = emulated_linears(plan, TE)
+        assert chosen(config).name == TE and len(whys) == emulated == str(whys).count(": '1856 ")
+        table = plan_table(plan, "nvfp4", whys)
+        assert any("emulated: 1856 inputs" in cell for cell in table.columns[4].cells) == bool(emulated)
         refusal = graphs_refusal(config, 1, "cuda", TE, [plan])
         assert (refusal is None) if eager is None else eager in (refusal or "")
 

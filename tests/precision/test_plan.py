@@ -190,7 +190,7 @@ def test_a_plan_knows_the_share_of_weights_in_4_bits():
         share = in_4_bits / sum(row.linear.parameters for row in plan.rows)
         assert plan.share_in_4_bits == pytest.approx(share) and (share < 0.6) == few
         assert bool(plan.warning(name)) == few
-        assert f"{share:.1%} in 4 bits" in str(plan_table(plan, name).caption)
+        assert f"{share:.1%} in 4 bits" in str(plan_table(plan, name, {}).caption)
     assert not plan_of(recipe=ref.MXFP8).warning("mxfp8")
     for pattern, few in (("*-*-", True), ("*GMG", False)):  # an exception for the head, which is in no block
         given = "precision.bf16_blocks.last=3", "precision.exceptions=[{names: [head], precision: nvfp4}]"

@@ -37,7 +37,7 @@ from megatron_fp4.logging.metrics import StepMetrics, finite, last_validation
 from megatron_fp4.logging.run_folder import summarized_steps
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.support import with_emulated
+from megatron_fp4.precision.support import emulated_linears
 from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
 from megatron_fp4.training.optimizer import WSDSchedule, optimizer_name
 from megatron_fp4.training.trainer import Callback, Step, Trainer
@@ -90,8 +90,8 @@ class Banner(Callback):
         }
         parts, active = models.parts(trainer.model, config), models.active_parameters(config.model)
         console.table(model_table(config.model, parts, active, 3 * flops))
-        backend = backend_of(config, trainer.models).name
-        console.table(plan_table(with_emulated(plan, backend), config.precision.name))
+        emulated = emulated_linears(plan, backend_of(config, trainer.models).name)
+        console.table(plan_table(plan, config.precision.name, emulated))
         console.table(facts_table("Numerics", facts))
         if warning := plan.warning(config.precision.name):
             console.text(warning)
