@@ -263,8 +263,10 @@ class Exports(Callback):
                 self._failed(step, str(error))
             else:
                 self._wanted.discard(step)
-                form = self.trainer.config.checkpoint.export_format
-                self.trainer.log.exported(step, self._folder(step), form, time.monotonic() - began)
+                form, seconds = self.trainer.config.checkpoint.export_format, time.monotonic() - began
+                text = f"exported {self._folder(step)} ({form}, {seconds:.1f} s)"
+                facts = {"path": str(self._folder(step)), "format": form, "seconds": round(seconds, 3)}
+                self.trainer.log.event(step, "export", text, **facts)
         while self._running is None and self._waiting:
             step = self._waiting.pop(0)
             try:
@@ -279,7 +281,9 @@ class Exports(Callback):
 
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)
-        self.trainer.log.export_failed(step, error, as_typed("convert", shlex.join(self._arguments(step))))
+        command = as_typed("convert", shlex.join(self._arguments(step)))
+        text = f"NOT EXPORTED, training continues: {error}; by hand: {command}"
+        self.trainer.log.event(step, "export_failed", text, error=error, command=command)
 
     def _arguments(self, step: int) -> list[str]:
         how = OPTIONS[self.trainer.config.checkpoint.export_format]

@@ -37,4 +37,6 @@ class Prompts(AtValidation):
             if found is not None:
                 text = tokenizer.decode([*request.tokens, *found[i].tokens])[len(tokenizer.decode(request.tokens)) :]
             samples.append({"prompt": prompt, "text": text, "ended": found is not None and found[i].ended})
-        trainer.log.texts(done, samples)
+            shown = "nothing, because its logits are not finite" if text is None else repr(text)
+            trainer.log.console.event(done, f"the model continues {prompt!r}: {shown}")
+        trainer.log.metrics.texts(done, samples)

@@ -84,11 +84,6 @@ class RunConsole:
     def event(self, step: int, text: str) -> None:
         self.text(f"after step {step}: {text}")
 
-    def validation(self, step: int, losses: Mapping[str, float], bits_per_byte: Mapping[str, float]) -> None:
-        bits = {source: f" ({value:.4f} bits/byte)" for source, value in bits_per_byte.items()}
-        each = "  ".join(f"{source} {loss:.4f}{bits.get(source, '')}" for source, loss in losses.items())
-        self.text(f"validation after step {step}: {each}")
-
     def step(self, metrics: StepMetrics) -> None:
         """Show a training step. Plain lines show every `interval`-th step, the last and skipped ones."""
         if not self._active:

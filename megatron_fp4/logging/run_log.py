@@ -1,4 +1,4 @@
-"""The log of a run: write each event to `metrics.jsonl` and its views, and to the console; and measure wall time.
+"""The log of a run: `metrics.jsonl` and its views, the console, `run.log`; and the wall time.
 
 `time` records of metrics.jsonl have the `seconds` so far by kind. A resumed run continues with those of the
 checkpoint's step; the time that earlier starts spent after it is lost work. The first step of a start does not count
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging import files
@@ -57,13 +56,6 @@ class RunLog:
         )
         self.opened = self._told_to_stop = False
         self._steps_done = 0
-        self._found: list[tuple[str, dict[str, Any]]] = []
-
-    def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
-        """Report what a start has found before its records are open: print `lines` now, and record an event later."""
-        for line in lines:
-            self.console.text(line)
-        self._found.append((event, details))
 
     def open(self, start: int, **facts: Any) -> None:
         """Open the records after `start` steps, and record facts about the run (JSON values)."""
@@ -81,8 +73,6 @@ class RunLog:
             self.transcript.text(f"--- from step {start}, commit {revision()}")
         self.metrics.record(start, "run", {"commit": revision(), **facts})
         self._record_times()
-        for event, details in self._found:
-            self.metrics.event(start, event, **details)
 
     def settings(self, plan: Mapping[str, Any]) -> None:
         """Write config.yaml and plan.yaml. plan: `Plan.as_dict` of the first plan."""
@@ -117,60 +107,15 @@ class RunLog:
         if metrics.step % self.config.logging.interval == 0:
             self._record_times()
 
-    def switch(self, step: int) -> None:
-        """Log the precision switch before `step` (from 0)."""
-        switch = self.config.precision.switch
-        self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
-        self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
+    def event(self, step: int, event: str, text: str, **details: Any) -> None:
+        """Record that `event` happened after `step` steps, with details (JSON values), and print `text`."""
+        self.metrics.event(step, event, **details)
+        self.console.event(step, text)
 
-    def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
-        """Log held-out losses by source after `step` steps and `tokens` training tokens: in nats per token, and in bits
-        per byte of text where that is known."""
-        mean, bits = sum(losses.values()) / len(losses), {"bits_per_byte": bits_per_byte} if bits_per_byte else {}
-        curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
-        curves |= {f"bits_per_byte/{source}": value for source, value in bits_per_byte.items()}
-        self.metrics.record(step, "validation", {"tokens": tokens, "loss": mean, "losses": losses, **bits}, curves)
-        self.console.validation(step, losses, bits_per_byte)
-
-    def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Log texts of the model after `step` steps. samples: each has the `prompt`, its continuation `text` (None: the
-        logits were not finite), and whether it `ended` by an end-of-document token, not by its length."""
-        self.metrics.texts(step, samples)
-        for sample in samples:
-            text = "nothing, because its logits are not finite" if sample["text"] is None else repr(sample["text"])
-            self.console.event(step, f"the model continues {sample['prompt']!r}: {text}")
-
-    def saves(self, reports: Sequence[SaveReport]) -> None:
-        """Log saves that have ended, and print failed ones in capitals."""
-        for report in reports:
-            times = {"seconds": round(report.seconds, 3), "stall": round(report.stall, 3)}
-            if report.error is None:
-                self.metrics.event(report.step, "checkpoint", path=str(report.folder), **times)
-                self.console.event(report.step, f"saved {report.folder}")
-            else:
-                self.metrics.event(report.step, "save_failed", error=report.error, **times)
-                self.console.event(report.step, f"NOT SAVED, training continues: {report.error}")
-
-    def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
-        """Log the export of the checkpoint of `step` steps into `folder`, which took `seconds`."""
-        self.metrics.event(step, "export", path=str(folder), format=export_format, seconds=round(seconds, 3))
-        self.console.event(step, f"exported {folder} ({export_format}, {seconds:.1f} s)")
-
-    def export_failed(self, step: int, error: str, command: str) -> None:
-        """Log that the export after `step` steps failed. command: exports it by hand."""
-        self.metrics.event(step, "export_failed", error=error, command=command)
-        self.console.event(step, f"NOT EXPORTED, training continues: {error}; by hand: {command}")
-
-    def stop(self, step: int, why: str | None) -> None:
-        """Record that the run stops after `step` steps. why: what asked this rank; None: another rank was asked."""
-        self.metrics.event(step, "stop", signal=why or "a signal to another rank")
+    def stop(self, step: int, why: str) -> None:
+        """Record that the run stops after `step` steps. why: what asked for it."""
+        self.metrics.event(step, "stop", signal=why)
         self._told_to_stop = True
-
-    def stopped(self, start: int, step: int, why: str | None) -> None:
-        """Print that the run has stopped after `step` steps. start: the steps done before. why: as for `stop`."""
-        how = f"saved step {step}" if step > start else "there is nothing new to save"
-        on = f"step {step} of {self.config.train.steps} on {why or 'a signal to another rank'}"
-        self.console.text(f"stopped after {on}: {how}; the same command resumes")
 
 
 class TimeLedger:

@@ -48,6 +48,8 @@ from megatron_fp4.training.step import StepRequests, StepResult, accumulate, upd
 
 # After this many failed saves in a row, the run ends.
 _MAX_FAILED_SAVES = 3
+# What asked for a stop, if this rank was not asked.
+_ELSEWHERE = "a signal to another rank"
 # The record that a finished run may lack: that of its last save.
 _LAST_SAVE = "its last checkpoint's event"
 
@@ -162,6 +164,7 @@ class Trainer:
     ) -> None:
         self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
         self.missing: list[str] = []
+        self._changes: list[tuple[str, Sequence[str], dict[str, Any]]] = []
         deciding = [callback for callback in callbacks if callback.accept is not None]
         if len(deciding) > 1:
             first, second = (type(callback).__name__ for callback in deciding[:2])
@@ -225,12 +228,14 @@ class Trainer:
                     break
             if stop:
                 stops.saved()
-                self.log.stop(done, stops.why_stop)
+                self.log.stop(done, stops.why_stop or _ELSEWHERE)
             finished = self._finish(done, stops) and not stop
         self.progress.at(done, "end")
         if not finished:
-            self.log.stopped(start, done, stops.why_stop)
-            return Ending(ExitCode.STOPPED, done, stops.why_stop or "a request to another rank")
+            why = stops.why_stop or _ELSEWHERE
+            saved = f"saved step {done}" if done > start else "there is nothing new to save"
+            self.log.console.text(f"stopped after step {done} of {steps} on {why}: {saved}; the same command resumes")
+            return Ending(ExitCode.STOPPED, done, why)
         for callback in self.callbacks:
             callback.conclude()
         return Ending(ExitCode.FINISHED, done)
@@ -290,7 +295,7 @@ class Trainer:
         if resumed is not None:
             self.load_state_dict(resumed.trainer, start)
             config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
-            self._report_changes(resumed)
+            self._changes = [*self._changes_since(resumed)]
         with build.configuration_errors():
             self.data.check_epochs(self.config.data.max_epochs)
         return start
@@ -435,6 +440,9 @@ class Trainer:
             host=socket.gethostname(),
             made_by=made_by(self.mesh.device),
         )
+        for event, lines, details in self._changes:
+            log.console.text("\n".join(lines))
+            log.metrics.event(start, event, **details)
         if self.missing:
             what = ", ".join(self.missing)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing it now")
@@ -452,28 +460,29 @@ class Trainer:
                     log.metrics.event(start, "checkpoint", path=str(self.checkpointer.folder(start)))
                 yield
 
-    def _report_changes(self, resumed: Resumed) -> None:
-        """Print and record damaged checkpoints, and changes of configuration and data since the checkpoint."""
+    def _changes_since(self, resumed: Resumed) -> Iterator[tuple[str, Sequence[str], dict[str, Any]]]:
+        """Damaged checkpoints, and changes of configuration and data since the checkpoint: an event, the lines to print
+        and the details to record."""
         saved, switch, start = resumed.trainer.get("config", {}), self.precision.switch, resumed.step
         for damage in resumed.damaged:
             line = f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step "
-            self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
+            yield "damaged", [f"{line}{start}"], asdict(damage)
         for name in resumed.returned:
             line = (
                 f"{name.partition('.')[0]} was away and has come back: the run has since continued from an earlier "
                 f"step, so it is kept as {name}, and training resumes from step {start}, which was saved last"
             )
-            self.log.found("returned", [line], moved_to=name)
+            yield "returned", [line], {"moved_to": name}
         if saved and (changes := config_diff.configuration_changes(saved, self.config)):
             lines = config_diff.change_lines(changes)
             lines += config_diff.consequences(saved, self.config, switch, start)
-            self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+            yield "configuration", lines, {"changes": [change._asdict() for change in changes]}
         if made_with := resumed.trainer.get("made_by"):
             facts = [config_diff.Change(*change) for change in changed_facts(made_with, made_by(self.mesh.device))]
             if facts:
-                self.log.found("made_by", config_diff.change_lines(facts), changes=[fact._asdict() for fact in facts])
+                yield "made_by", config_diff.change_lines(facts), {"changes": [fact._asdict() for fact in facts]}
         if changed_data := self.data.loader.changes:
-            self.log.found("data", changed_data, changes=changed_data)
+            yield "data", changed_data, {"changes": changed_data}
 
     def _batches(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
         if first < last:
@@ -485,7 +494,14 @@ class Trainer:
 
     def _saves_ended(self, save_failed: bool = False) -> None:
         reports = self.checkpointer.reports(save_failed)
-        self.log.saves(reports)
+        for report in reports:
+            times = {"seconds": round(report.seconds, 3), "stall": round(report.stall, 3)}
+            if report.error is None:
+                saved = {"path": str(report.folder), **times}
+                self.log.event(report.step, "checkpoint", f"saved {report.folder}", **saved)
+            else:
+                text = f"NOT SAVED, training continues: {report.error}"
+                self.log.event(report.step, "save_failed", text, error=report.error, **times)
         for callback in self.callbacks:
             callback.saved(reports)
 
@@ -497,7 +513,7 @@ class Trainer:
         finished = all(callback.finish(done, lambda: stops.stop) for callback in self.callbacks)
         if done == self.config.train.steps and not finished:
             stops.saved()
-            self.log.stop(done, stops.why_stop)
+            self.log.stop(done, stops.why_stop or _ELSEWHERE)
         return finished
 
 

@@ -85,12 +85,13 @@ class Job:
     @property
     def done(self) -> list[int]:
         """The steps whose exports were logged as done."""
-        return [call.args[0] for call in self._log.exported.call_args_list]
+        return [call.args[0] for call in self._log.event.call_args_list if call.args[1] == "export"]
 
     @property
     def failed(self) -> dict[int, tuple[str, str]]:
         """By step: the logged error, and the command."""
-        return {call.args[0]: call.args[1:] for call in self._log.export_failed.call_args_list}
+        failed = [call for call in self._log.event.call_args_list if call.args[1] == "export_failed"]
+        return {call.args[0]: (call.kwargs["error"], call.kwargs["command"]) for call in failed}
 
     def save(self, step: int, mode: str = "", error: str | None = None) -> Path:
         """Save a checkpoint and do what a run does after a save. mode: the name of a file for the stand-in."""

@@ -82,11 +82,9 @@ def test_lines_are_not_wrapped_and_nothing_is_read_as_markup() -> None:
     stream = Stream()
     console = RunConsole(total_steps=5, stream=stream)
     console.event(3, "checkpoint [bold] " + "x" * 300)
-    console.validation(1, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
     console.table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj] of :100:"}))
-    first, second, *table = stream.getvalue().splitlines()
+    first, *table = stream.getvalue().splitlines()
     assert first == "after step 3: checkpoint [bold] " + "x" * 300
-    assert second == "validation after step 1: code 2.0000  prose 4.0000 (1.2500 bits/byte)"
     assert "names: [bold]" in table[0] and any("[a, blocks.1.mixer.in_proj] of :100:" in line for line in table)
 
 

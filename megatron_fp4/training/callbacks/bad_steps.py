@@ -173,9 +173,10 @@ class Spikes(Callback):
                 outcome = f"skipped, because the rollback failed: {error}"
         first = done - 1 if restored is None else restored
         start, end = trainer.samples(first), trainer.samples(done)
-        trainer.log.metrics.event(
+        trainer.log.event(
             done,
             "spike",
+            f"spike: {spike}; {outcome}",
             **asdict(spike),
             action=action,
             checkpoint=restored,
@@ -186,7 +187,6 @@ class Spikes(Callback):
                 for found in trainer.data.phases.source_ranges(start, end)
             ],
         )
-        trainer.log.console.event(done, f"spike: {spike}; {outcome}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """Restore the history of the checkpoint; the counts stay."""

@@ -56,7 +56,9 @@ class Switch(Callback):
     def before_step(self, step: Step) -> None:
         trainer = self.trainer
         if trainer.precision.before_step(step.index, lambda: self._measure(step).ratio):
-            trainer.log.switch(step.index)
+            switch = trainer.config.precision.switch
+            trainer.log.metrics.event(step.done, "switch", scope=switch.scope, target=switch.target)
+            trainer.log.console.event(step.index, f"precision switches to {switch.target} ({switch.scope})")
 
     def _measure(self, step: Step) -> GradientNoise:
         trainer = self.trainer

@@ -124,9 +124,9 @@ class Records(Callback):
         tflops, peak = flops * rate / trainer.mesh.world_size / 1e12, peak_tflops(device)
         if step.result.loss == step.result.grad_norm == 0 and not self._warned:
             self._warned = True
-            log.metrics.event(step.done, "no_targets")
-            log.console.event(
+            log.event(
                 step.done,
+                "no_targets",
                 "WARNING: no target of this step counts, so nothing was learned: with data.boundary_loss=false, "
                 "documents of one token have none",
             )

@@ -68,7 +68,14 @@ class Validation(AtValidation):
         size = trainer.config.train.micro_batch_size
         batches = {each.name: each.batches(size, mesh.batch.rank, mesh.batch.size) for each in data.validation}
         losses = evaluate(trainer.model, batches, mesh, trainer.precision.step_state, trainer.progress)
-        trainer.log.validation(done, trainer.tokens(done), losses, data.bits_per_byte(losses))
+        bits, mean = data.bits_per_byte(losses), sum(losses.values()) / len(losses)
+        record = {"tokens": trainer.tokens(done), "loss": mean, "losses": losses}
+        curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
+        curves |= {f"bits_per_byte/{source}": value for source, value in bits.items()}
+        trainer.log.metrics.record(done, "validation", record | ({"bits_per_byte": bits} if bits else {}), curves)
+        in_bits = {source: f" ({value:.4f} bits/byte)" for source, value in bits.items()}
+        each = "  ".join(f"{source} {loss:.4f}{in_bits.get(source, '')}" for source, loss in losses.items())
+        trainer.log.console.text(f"validation after step {done}: {each}")
 
 
 @torch.no_grad()
