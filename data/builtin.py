@@ -23,17 +23,13 @@ import os
 import re
 import sys
 import sysconfig
-import time
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import track
+from typing import Any
 
 from data.indexed import DataBundle, IndexedDataset, dtype_for_vocabulary, write_dataset
 from data.storage import build_once, default_cache_dir
@@ -61,8 +57,6 @@ MIN_SHARED_CHARACTERS = 120
 # Chosen from a dozen salts: its validation split has the most even mix of files and help topics.
 _SALT = 8
 _BLANK_LINES = re.compile(r"\n\s*\n")
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -93,8 +87,6 @@ def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBu
     version = ".".join(map(str, sys.version_info[:3]))
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
-    if not folder.is_dir() and not _is_first_rank():
-        time.sleep(1.0)  # let rank 0 take the lock: it shows the progress
 
     def build(folder: Path) -> None:
         _say(f"building the built-in corpus once, in about ten seconds: {folder.parent}")
@@ -120,7 +112,7 @@ def collect_documents(library: Path) -> list[Document]:
     """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order. Left
     out is what is too short, cannot be decoded, or is not valid Python for this version."""
     documents: list[Document] = []
-    for path in _with_progress_bar("reading the standard library", _files(library, ".py")):
+    for path in _files(library, ".py"):
         documents += _from_code(path, path.relative_to(library).as_posix())
     for path in _files(library, ".txt"):
         try:
@@ -232,20 +224,9 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
         (folder / split).mkdir()
         for source in SOURCES:
             texts = [document.text for document in chosen if document.source == source]
-            shown = _with_progress_bar(f"tokenizing {split}/{source}", texts)
-            tokens = ([*tokenizer.encode_batch([text])[0], tokenizer.eod_id] for text in shown)
+            tokens = ([*tokenizer.encode_batch([text])[0], tokenizer.eod_id] for text in texts)
             write_dataset(folder / split / source, tokens, dtype_for_vocabulary(tokenizer.vocab_size))
 
 
-def _with_progress_bar(what: str, items: Sequence[Item]) -> Iterable[Item]:
-    console = Console(stderr=True)
-    return track(items, what, console=console, disable=not (_is_first_rank() and console.is_terminal))
-
-
 def _say(line: str) -> None:
-    if _is_first_rank():
-        print(line, file=sys.stderr, flush=True)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    print(line, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@
     i32[S]    sequence lengths, in tokens
     i64[S]    sequence pointers, in bytes into `.bin`
     i64[D+1]  document index: document d is the sequences [index[d], index[d + 1])
-    i8[S]     modes; only in multimodal data, accepted and ignored
+    i8[S]     modes; only in multimodal data, which is refused
 
 `<prefix>.json` is optional and has facts about the pair: its tokenizer, counts and hashes.
 
@@ -223,8 +223,7 @@ class IndexedDataset:
         self._pointers_at = HEADER.size + 4 * self.num_sequences
         self._entries_at = HEADER.size + 12 * self.num_sequences
         size = self._entries_at + 8 * (self.num_documents + 1)
-        self.has_modes = self._index.size == size + self.num_sequences  # multimodal data
-        if self._index.size != size and not self.has_modes:
+        if self._index.size != size:
             raise self._damaged(f"has {self._index.size} bytes, but by its header it should have {size}")
         last = self.num_sequences - 1
         pointer, length = int(self._pointers(last, last + 1)[0]), int(self._lengths(last, last + 1)[0])
@@ -503,18 +502,16 @@ class TokenRange:
         return f"range-1:{self._first}-{self._first + self.num_sequences} of {self.stream.identity()}"
 
 
-def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> None:
-    """Write the `.idx` of contiguous sequences, and sync it to disk.
+def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[np.ndarray]) -> None:
+    """Write the `.idx` of contiguous documents of one sequence each, and sync it to disk.
 
-    pieces: groups of documents. Each has the lengths of its sequences and, for each document, the number of its last
-    sequence plus one; None: each sequence is a document. The arrays are read in blocks, so they may be memory-mapped.
+    pieces: lengths of documents. The arrays are read in blocks, so they may be memory-mapped.
     """
     code = next(code for code, known in DTYPE_CODES.items() if known == dtype)
-    sequences = sum(len(lengths) for lengths, _ in pieces)
-    documents = sum(len(lengths if ends is None else ends) for lengths, ends in pieces)
-    blocks = [lengths[first : first + INDEX_BLOCK] for lengths, _ in pieces for first in _firsts(len(lengths))]
+    documents = sum(map(len, pieces))
+    blocks = [piece[at : at + INDEX_BLOCK] for piece in pieces for at in range(0, len(piece), INDEX_BLOCK)]
     with open(path, "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
+        file.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
         for block in blocks:
             file.write(block.astype("<i4").tobytes())
         pointer = 0
@@ -522,21 +519,10 @@ def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndar
             sizes = block.astype("<i8") * dtype.itemsize
             file.write((pointer + np.cumsum(sizes) - sizes).astype("<i8").tobytes())
             pointer += int(sizes.sum())
-        file.write(np.zeros(1, dtype="<i8").tobytes())
-        before = 0
-        for lengths, ends in pieces:
-            number = len(lengths if ends is None else ends)
-            for first in _firsts(number):
-                last = min(first + INDEX_BLOCK, number)
-                block = np.arange(first + 1, last + 1) if ends is None else ends[first:last]
-                file.write((before + block).astype("<i8").tobytes())
-            before += len(lengths)
+        for first in range(0, documents + 1, INDEX_BLOCK):
+            file.write(np.arange(first, min(first + INDEX_BLOCK, documents + 1), dtype="<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _firsts(number: int) -> range:
-    return range(0, number, INDEX_BLOCK)
 
 
 def write_dataset(
@@ -559,4 +545,4 @@ def write_dataset(
         file.flush()
         os.fsync(file.fileno())
     assert lengths, f"{prefix}: an empty dataset cannot be read back"
-    write_index(index, stored, [(np.frombuffer(lengths, dtype=np.int32), None)])
+    write_index(index, stored, [np.frombuffer(lengths, dtype=np.int32)])

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import yaml
 
 from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource, check_ids
-from data.storage import is_url, list_objects, map_in_threads, url_problem
+from data.storage import is_url, list_objects, map_in_threads
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
@@ -32,8 +33,10 @@ def entries(key: str, value: Any) -> list[str]:
     Raises ValueError, with key and value, for an invalid value."""
     found = list(_flattened(key, value, ()))
     for url in filter(is_url, found):
-        if problem := url_problem(url):
-            raise ValueError(f"{key}={url}: {problem}")
+        try:
+            fsspec.get_filesystem_class(url.partition("://")[0])
+        except (ImportError, ValueError) as error:  # they name the package to install, or the unknown protocol
+            raise ValueError(f"{key}={url}: {error}") from error
     return found
 
 

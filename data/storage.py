@@ -265,19 +265,6 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def url_problem(url: str) -> str | None:
-    """Why URLs with this protocol cannot be opened here, with the remedy; None if they can."""
-    protocol = url.partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        remedy = "pip install -e '.[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
-        return f"a package for {protocol}:// is missing ({error}); {remedy}"
-    except ValueError:
-        return f"fsspec does not know the protocol {protocol}://; give s3://, gs:// or a path"
-    return None
-
-
 def list_objects(pattern: str) -> list[str]:
     """The URLs that match a pattern (`s3://bucket/web_*.idx`), sorted. Raises OSError if the store does not answer."""
     protocol = pattern.partition("://")[0]

@@ -195,8 +195,7 @@ class Exports(Callback):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             output.close()
-            folder = self._folder(step)
-            shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
+            self._remove_incomplete(step)
             aborted = [step, *aborted]
         for step in aborted:
             self._failed(step, "aborted because this start ends; the next start makes it")
@@ -270,10 +269,15 @@ class Exports(Callback):
         while self._running is None and self._waiting:
             step = self._waiting.pop(0)
             try:
+                self._remove_incomplete(step)  # of a killed run
                 move_aside(self._folder(step))
                 self._running = self._start_export(step)
             except OSError as error:
                 self._failed(step, str(error))
+
+    def _remove_incomplete(self, step: int) -> None:
+        folder = self._folder(step)
+        shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
 
     def _start_export(self, step: int) -> _Running:
         output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)

@@ -7,7 +7,6 @@ and has `weights_only` in its manifest. It also has the files of the tokenizer t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.revision import revision
 
 FILE_BYTES = 1 << 30
-_LOCK = ".being_written"
 
 
 def check_output(output: Path, checkpoint: Path | None = None) -> None:
@@ -43,40 +41,26 @@ def check_output(output: Path, checkpoint: Path | None = None) -> None:
 def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
     """A folder OUTPUT.tmp to write into. It is renamed to `output` at the end, or removed after an exception.
 
-    An OUTPUT.tmp of a killed command, with our lock file and no process that holds the lock, is emptied. Raises
-    ValueError as `check_output` does, and for any other OUTPUT.tmp; OSError.
+    Raises ValueError as `check_output` does, and for an OUTPUT.tmp of another command, running or killed; OSError.
     """
     check_output(output, checkpoint)
     staging = output.with_name(f"{output.name}.tmp")
-    lock_file = staging / _LOCK
-    ours = staging.is_dir() and not staging.is_symlink() and (lock_file.is_file() or not any(staging.iterdir()))
-    if os.path.lexists(staging) and not ours:
-        raise ValueError(f"{staging} exists, and no such command wrote it; name another folder, or move it")
-    staging.mkdir(parents=True, exist_ok=True)
-    with open(lock_file, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock_file))
-        except (BlockingIOError, FileNotFoundError):
-            is_current = False
-        except OSError:  # a file system without locks
-            is_current = True
-        if not is_current:
-            raise ValueError(f"another command is writing {staging}; wait for its end, or name another folder")
-        try:
-            for left in staging.iterdir():
-                if left != lock_file:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield staging
-            lock_file.unlink()
-            for path in (*staging.rglob("*"), staging):
-                files.sync_folder(path)  # it also syncs files
-            check_output(output, checkpoint)
-            os.rename(staging, output)
-            files.sync_folder(output.parent)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+    try:
+        staging.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"{staging} exists: another command is writing it, or was killed; remove it then, or name another folder"
+        ) from None
+    try:
+        yield staging
+        for path in (*staging.rglob("*"), staging):
+            files.sync_folder(path)  # it also syncs files
+        check_output(output, checkpoint)
+        os.rename(staging, output)
+        files.sync_folder(output.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def write_weights_only(

@@ -124,7 +124,7 @@ TOGETHER = [
     ("data.kind=csv", "data.kind=csv is not known; choose one of"),
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),
-    ([*READ_WEB, "data.validation={web: 'x://b/k'}"], "does not know the protocol x://"),
+    ([*READ_WEB, "data.validation={web: 'x://b/k'}"], "Protocol not known: x"),
     ([*READ_WEB, "data.validation={b: ['/d/../d/web.bin']}"], "data.validation.b reads too: the validation loss"),
     ([*WEB, PHASE.format("blend: {code: 1}")], "blend names code, which is not in data.sources; its sources: web"),
     ([*READ_WEB, "data.tokenizer=/no/such"], "data.tokenizer=/no/such: there is no such"),

@@ -28,14 +28,14 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
     unknown). The `.json` files are merged too if every pair has one; otherwise `report` is called with a line.
 
     Raises FileExistsError if the output exists; FileNotFoundError or ValueError for a pair that is missing, damaged,
-    named twice, has another token dtype or tokenizer, or has modes (multimodal data).
+    named twice, or has another token dtype, another tokenizer, or documents of several sequences.
     """
     if len({Path(prefix).resolve() for prefix in prefixes}) < max(2, len(prefixes)):
         raise ValueError("a merge needs two or more different pairs; name them by their paths without ending")
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
     for pair in pairs:
-        if pair.has_modes:
-            raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged")
+        if pair.num_documents != pair.num_sequences:
+            raise ValueError(f"{pair} has documents of several sequences; name both pairs in data.sources instead")
     facts = [pair.facts for pair in pairs if pair.facts]
     if len({pair.dtype for pair in pairs}) > 1:
         types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
@@ -65,14 +65,8 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
                 shutil.copyfileobj(source, target, _COPY_BYTES)
     if files["bin"].stat().st_size != count.tokens * pairs[0].dtype.itemsize:
         raise ValueError("one of the pairs changed while it was read; merge again")
-
-    def index_of(pair: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
-        path, sequences = f"{pair}.idx", pair.num_sequences
-        lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
-        # After the lengths, the pointers, and the first entry of the document index, which is 0.
-        return lengths, np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences + 8, (pair.num_documents,))
-
-    write_index(files["idx"], pairs[0].dtype, [index_of(pair) for pair in pairs])
+    lengths = [np.memmap(f"{pair}.idx", "<i4", "r", HEADER.size, (pair.num_documents,)) for pair in pairs]
+    write_index(files["idx"], pairs[0].dtype, lengths)
     if facts:
         counts = {"format", "documents", "tokens", "text_bytes", "sha256"}
         agreed = {**_agreed(facts), "options": _agreed([of.get("options") or {} for of in facts])}

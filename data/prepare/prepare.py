@@ -313,7 +313,7 @@ def _write_indices(
         files = {ending: work.path / f"{split}.{ending}" for ending in ("bin", "idx")}
         count = work.state.counts[split]
         lengths = np.memmap(work.path / f"{split}.lengths", "<i4", "r", shape=(count.documents,))
-        write_index(files["idx"], dtype, [(lengths, None)])
+        write_index(files["idx"], dtype, [lengths])
         write_facts(work.path / f"{split}.json", count, files, {"split": split, **facts})
 
 

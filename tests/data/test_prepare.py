@@ -415,27 +415,18 @@ def test_merged_datasets_have_the_bytes_of_preparing_their_files_together(
     assert run("check", f"{tmp_path}/merged/*") == 0
 
 
-def test_pairs_written_by_megatron_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their documents have several sequences, and there is no .json file."""
-    for name, lengths in (("a", [2, 1, 4, 0, 0, 0, 5]), ("b", [0, 3])):
-        write_pair(tmp_path / name, np.array(lengths, np.int32), first_token=len(lengths))
-    assert run("merge", "--inputs", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "all") == 0
-    assert "not every pair has a .json" in capsys.readouterr().err
-    pairs = [IndexedDataset(tmp_path / name) for name in ("a", "b", "all")]
-    each = [[document(pair, d) for d in range(pair.num_documents)] for pair in pairs]
-    assert each[2] == each[0] + each[1] and list(map(len, each[2])) == [7, 0, 5, 3]
-
-
 def test_pairs_that_do_not_fit_are_not_merged(tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
     begun = HuggingFaceTokenizer(tokenizer.content, "t.json", bos_token="<|endoftext|>")
     for name, of_pair in (("0", tokenizer), ("begun", begun)):
         prepare(parts, tmp_path / name, of_pair, ALL)
     write(tmp_path / "wide", [[1]], np.int32)
+    write_pair(tmp_path / "sentences", np.array([2, 1, 4, 0], np.int32), first_token=7)
     for names, expected in (
         (["0", "0"], "a merge needs two or more different pairs"),
         (["0", "begun"], "begun have documents that begin with different tokens (none; <|endoftext|>, id 0)"),
         (["0", "wide"], "0 uint16, "),
+        (["0", "sentences"], "sentences has documents of several sequences; name both pairs in data.sources"),
     ):
         assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2
         assert expected in capsys.readouterr().err and not list(tmp_path.glob("all*"))

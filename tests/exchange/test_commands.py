@@ -217,7 +217,7 @@ def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
         (folder / "a").write_text("1")
         assert not (tmp_path / "far" / "out").exists()
         # As another command would.
-        with pytest.raises(ValueError, match=r"another command is writing .*out\.tmp; wait"):
+        with pytest.raises(ValueError, match=r"out\.tmp exists: another command is writing it, or was killed"):
             new_folder(tmp_path / "far" / "out").__enter__()
     assert [path.name for path in (tmp_path / "far").rglob("*")] == ["out", "a"]
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "other") as folder:
@@ -226,20 +226,3 @@ def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="late exists already"), new_folder(tmp_path / "late") as folder:
         (tmp_path / "late").mkdir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "late"]
-
-
-def test_remains_of_a_killed_command_are_replaced_and_other_folders_are_not(tmp_path: Path) -> None:
-    """Remains of a command contain a lock file that no process holds."""
-    (tmp_path / "out.tmp").mkdir()
-    for name in (".being_written", "half"):
-        (tmp_path / "out.tmp" / name).touch()
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "a").write_text("1")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
-    (tmp_path / "mine.tmp").mkdir()
-    (tmp_path / "mine.tmp" / "thesis").write_text("years of work")
-    (tmp_path / "link.tmp").symlink_to(tmp_path / "mine.tmp")
-    for name in ("mine", "link"):
-        with pytest.raises(ValueError, match=rf"{name}\.tmp exists, and no such command wrote it"):
-            new_folder(tmp_path / name).__enter__()
-        assert (tmp_path / f"{name}.tmp" / "thesis").read_text() == "years of work"
