@@ -121,7 +121,8 @@ class MetricsWriter:
     start: steps done in the checkpoint that the run resumes from. Records of later steps are removed, so that the file
     has each step once, and the run continues at wandb. 0: a new run; earlier ones are moved aside.
 
-    A failure to write is logged and tried again, never raised. Any thread may call `sync`; one thread calls the others.
+    A failure to write is logged and tried again, never raised. Any thread may call `sync` and `event`; one thread calls
+    the others.
     """
 
     def __init__(self, config: Config, start: int, active: bool) -> None:
@@ -145,7 +146,7 @@ class MetricsWriter:
             self._views.append(TensorBoardView(run_dir / "tensorboard", start))
         if settings.wandb != "disabled":
             run_id = known_run_id(run_dir) if start else None
-            self._views.append(WandbView(run_dir, settings.wandb, run_id, as_saved(config)))
+            self._views.append(WandbView(config, run_id, self._wandb_is_offline))
 
     def record(
         self, step: int, kind: str, values: Mapping[str, Any], curves: Mapping[str, float] | None = None
@@ -155,7 +156,6 @@ class MetricsWriter:
         if curves:
             for view in self._views:
                 view.show(curves, step)
-        self._record_news(step)
 
     def step(self, metrics: StepMetrics) -> None:
         values = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
@@ -186,9 +186,8 @@ class MetricsWriter:
         if not self.active:
             return
         self._file.sync()  # before the wait for views, during which a scheduler may kill the run
-        for view in reversed(self._views):  # wandb first: its last news is an event, which TensorBoard shows
+        for view in reversed(self._views):  # wandb first: that it is offline is an event, which TensorBoard shows
             view.close(HURRY_SECONDS if hurry else FINISH_SECONDS)
-            self._record_news(self._last_step)
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -196,10 +195,8 @@ class MetricsWriter:
             self._last_step = record["step"]
             self._file.write(_json(record))
 
-    def _record_news(self, step: int) -> None:
-        for view in self._views:
-            while view.news:
-                self.event(step, f"{view.name}_offline", reason=view.news.popleft())
+    def _wandb_is_offline(self, reason: str) -> None:
+        self.event(self._last_step, "wandb_offline", reason=reason)
 
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
@@ -225,14 +222,12 @@ def _json(value: Any) -> str:
 class View:
     """A destination of curves and texts besides metrics.jsonl. It never stops or delays the run.
 
-    A thread opens it and writes what the run queues. If that fails, it is opened again later, and the data waits. news:
-    lines about it that the run has to record.
+    A thread opens it and writes what the run queues. If that fails, it is opened again later, and the data waits.
     """
 
     name: str
 
     def __init__(self) -> None:
-        self.news = deque[str]()
         self._outage = log_files.Outage(self.name, f"up to {_MOST_WAITING:,} points wait for it")
         self._writer: Any = None
         self._waiting: deque[Callable[[Any], object]] = deque(maxlen=_MOST_WAITING)
@@ -347,21 +342,21 @@ class TensorBoardView(View):
 class WandbView(View):
     """Curves and texts at wandb. Without its server, they go to files that `wandb sync` sends later, under the same id.
 
-    mode: `online` or `offline`. run_id: of an earlier start; None: a new id. It is written to `directory`/wandb_run_id.
-    news: why a run in the mode `online` logs offline.
+    run_id: of an earlier start; None: a new id. It is written to wandb_run_id in the run's folder. is_offline: its
+    thread calls it with the reason, if a run in the mode `online` logs offline.
     """
 
     name = "wandb"
 
-    def __init__(self, directory: Path, mode: str, run_id: str | None, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config, run_id: str | None, is_offline: Callable[[str], object]) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        self._directory, self._config = directory, config
+        self._directory, self._config, self._is_offline = Path(config.run.dir), as_saved(config), is_offline
         self.run_id = run_id or secrets.token_hex(4)
-        log_files.attempt(
-            str(directory / ID_FILE), lambda: log_files.replace_text(directory / ID_FILE, self.run_id + "\n")
-        )
+        path = self._directory / ID_FILE
+        log_files.attempt(str(path), lambda: log_files.replace_text(path, self.run_id + "\n"))
+        mode = config.logging.wandb
         # WANDB_MODE is wandb's own setting for machines without a network; an explicit mode would overrule it.
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
         super().__init__()
@@ -389,7 +384,7 @@ class WandbView(View):
         run = self._init("offline")
         why = f"{reason}; send it later: wandb sync {Path(run.dir).parent}"
         logger.warning("wandb does not answer, so this run logs offline (%s)", why)
-        self.news.append(why)
+        self._is_offline(why)
         return run
 
     def _init(self, mode: str) -> Any:
