@@ -10,8 +10,9 @@ without tensor parallelism; any option of `switch` with `when=never`.
 
 `emulated` computes everything, on any device. `transformer_engine` and `torch` are refused, with the reason, where they
 cannot run. `auto` is transformer_engine if the run's recipes, the GPU and the installation all allow it, and otherwise
-emulated; the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, because it
-has not run on any chip yet: the user must name it, and the self-test compares it with the reference.
+emulated; the reason is shown with the backend's name, because speed depends on it. Experts whose sizes its grouped
+kernels do not take are emulated beside it (`emulated_linears`). `auto` is never `torch`, because it has not run on any
+chip yet: the user must name it, and the self-test compares it with the reference.
 """
 
 from __future__ import annotations
