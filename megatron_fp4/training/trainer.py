@@ -48,8 +48,6 @@ from megatron_fp4.training.step import StepRequests, StepResult, accumulate, upd
 
 # After this many failed saves in a row, the run ends.
 _MAX_FAILED_SAVES = 3
-# What asked for a stop, if this rank was not asked.
-_ELSEWHERE = "a signal to another rank"
 # The record that a finished run may lack: that of its last save.
 _LAST_SAVE = "its last checkpoint's event"
 
@@ -226,13 +224,13 @@ class Trainer:
                     stops.saved()
                 if stop:
                     break
-            if stop:
-                stops.saved()
-                self.log.stop(done, stops.why_stop or _ELSEWHERE)
             finished = self._finish(done, stops) and not stop
+            why = stops.why_stop or "a signal to another rank"
+            if not finished:
+                stops.saved()
+                self.log.stop(done, why)
         self.progress.at(done, "end")
         if not finished:
-            why = stops.why_stop or _ELSEWHERE
             saved = f"saved step {done}" if done > start else "there is nothing new to save"
             self.log.console.text(f"stopped after step {done} of {steps} on {why}: {saved}; the same command resumes")
             return Ending(ExitCode.STOPPED, done, why)
@@ -296,6 +294,8 @@ class Trainer:
             self.load_state_dict(resumed.trainer, start)
             config_diff.refuse_finished(resumed.trainer.get("config", {}), self.config, start)
             self._changes = [*self._changes_since(resumed)]
+            for _, lines, _ in self._changes:
+                self.log.console.text("\n".join(lines))
         with build.configuration_errors():
             self.data.check_epochs(self.config.data.max_epochs)
         return start
@@ -440,8 +440,7 @@ class Trainer:
             host=socket.gethostname(),
             made_by=made_by(self.mesh.device),
         )
-        for event, lines, details in self._changes:
-            log.console.text("\n".join(lines))
+        for event, _, details in self._changes:
             log.metrics.event(start, event, **details)
         if self.missing:
             what = ", ".join(self.missing)
@@ -510,11 +509,7 @@ class Trainer:
         self.progress.at(done, "save")
         self.checkpointer.finish()
         self._saves_ended()
-        finished = all(callback.finish(done, lambda: stops.stop) for callback in self.callbacks)
-        if done == self.config.train.steps and not finished:
-            stops.saved()
-            self.log.stop(done, stops.why_stop or _ELSEWHERE)
-        return finished
+        return all(callback.finish(done, lambda: stops.stop) for callback in self.callbacks)
 
 
 def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
