@@ -1,6 +1,5 @@
 """How whole runs end, and with which exit code: on request, and by faults of their processes."""
 
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import pretrain
 from data.indexed import write_dataset
 from megatron_fp4.runtime import signals
+from megatron_fp4.runtime.run_state import read_state as state
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
 from tests.hangs import Hang
@@ -25,10 +25,6 @@ __all__ = ["small"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 LONG = ["train.steps=1000", "checkpoint.interval=0", "validation.interval=0", "data.num_workers=1"]
-
-
-def state(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "state.json").read_text())
 
 
 def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from megatron_fp4.runtime import run_state
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, StoppedError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, try_folder, write_state
+from megatron_fp4.runtime.run_state import read_state as state
 from tests.programs import Program, wait_until
 from tests.training.harness import launch
 
@@ -36,10 +36,6 @@ with sole_run(Path(sys.argv[1])):
     Path(sys.argv[2]).write_text(str(child))
     time.sleep(600)
 """
-
-
-def state(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "state.json").read_text())
 
 
 def _refused(rank: int, run_dir: str) -> str:
