@@ -30,8 +30,6 @@ from megatron_fp4.config.errors import hidden, printable
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
-from megatron_fp4.runtime.closed_pipe import ReaderLeftError
 from megatron_fp4.runtime.signals import NO_SIGNALS
 
 # How long leaving the process group may take.
@@ -144,8 +142,8 @@ def run_program(body: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         end_process(128 + signal.SIGINT)
-    except ReaderLeftError:  # from --check or a dry run
-        end_process(CLOSED_PIPE)
+    except SystemExit as error:  # from --check or a dry run whose reader has left
+        end_process(int(error.code or 0))
     except BaseException as error:
         _print_traceback(error)
         if notes := getattr(error, "__notes__", None):
