@@ -5,9 +5,10 @@ sample about a hundred times as much.) A file is opened at its first read, and a
 
 Objects (`s3://bucket/key`, `gs://`, everything that fsspec opens): a store takes as long for one sample as for a
 megabyte. So reads fetch blocks of 1 MiB and cache each block as a file: an epoch fetches each block once per node. A
-block is written under a temporary name and then renamed, so ranks and workers share the cache folder without locks; at
-worst two of them fetch the same block. The name of an object's folder depends on the object's size and version. The
-cache evicts nothing; when the disk is nearly full, reads fetch only the bytes that they need and cache nothing.
+block is written under a temporary name and then renamed, so ranks, workers and threads share the cache folder without
+locks; at worst some of them fetch the same block. The name of an object's folder depends on the object's size and
+version. The cache evicts nothing; when the disk is nearly full, reads fetch only the bytes that they need and cache
+nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ _MAX_OPEN_FILES = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 # A cached block ends with hashes: one of _DIGEST_BYTES for each _HASHED_BYTES of it.
 _HASHED_BYTES, _DIGEST_BYTES = 1 << 14, 8
 _BLOCK_FORMAT = 2
-# Threads of one process that need the same block fetch it once.
-_BLOCK_LOCKS = [threading.Lock() for _ in range(1024)]
 _LOCK_SECONDS = 5.0
 # What the stores' libraries raise without credentials; a retry does not help.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
@@ -203,13 +202,8 @@ class RemoteFile:
         """Bytes [first, last) of the block [start, end), from the file `cached`, or from the store, which fills it."""
         if first >= last:
             return b""
-        place = end - start, first - start, last - start
-        if (found := _read_cached(cached, *place)) is not None:
-            return found
-        with lock_or_timeout(_BLOCK_LOCKS[hash(cached) % len(_BLOCK_LOCKS)]):
-            if (found := _read_cached(cached, *place)) is not None:  # another thread fetched it in the meantime
-                return found
-            return self._fetch(cached, start, end, first, last)
+        found = _read_cached(cached, end - start, first - start, last - start)
+        return self._fetch(cached, start, end, first, last) if found is None else found
 
     def _fetch(self, cached: Path, start: int, end: int, first: int, last: int) -> bytes:
         if cached.exists():

@@ -374,9 +374,6 @@ class SentencePieceTokenizer(TextTokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(self.model).hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.model, self.name, self.eod_token, self.bos_token)
-
 
 class TiktokenTokenizer(TextTokenizer):
     """A tokenizer of tiktoken. parts: the ranks of tokens, the pattern that cuts words, the ids of special tokens.
@@ -433,9 +430,6 @@ class TiktokenTokenizer(TextTokenizer):
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
         return digest.hexdigest()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self.parts, self.name, self.eod_token, self.bos_token)
 
 
 Read = Callable[[Path], bytes]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.indexed import IndexedDataset, TokenRange, TokenSource, check_ids, document_numbers
+from data.indexed import TokenSource, check_ids, document_numbers
 from data.loader import MicroBatch
 from data.order import num_windows
 
@@ -81,16 +81,15 @@ class ValidationSet:
 
     def statistics(self, counts: torch.Tensor, byte_lengths: np.ndarray | None) -> TargetStatistics:
         """counts: int64 [vocab_size], how often each token is a target, over all windows. byte_lengths: bytes of each
-        of the tokenizer's tokens; None: use the source's average. Raises ValueError if no target has a loss."""
+        of the tokenizer's tokens; None: unknown. Raises ValueError if no target has a loss."""
         targets = int(counts.sum())
         if targets == 0:
             raise ValueError(f"validation source {self.name!r} has no targets with a loss; give it data")
+        text_bytes = None
         if byte_lengths is not None:
-            text_bytes = float(counts[: len(byte_lengths)] @ torch.from_numpy(byte_lengths))
-        else:
-            text_bytes = targets * (bytes_per_token(self.stream) or 0.0)
+            text_bytes = float(counts[: len(byte_lengths)] @ torch.from_numpy(byte_lengths)) or None
         shares = counts.to(torch.float64) / targets
-        return TargetStatistics(targets, float(torch.special.entr(shares).sum()), text_bytes or None)
+        return TargetStatistics(targets, float(torch.special.entr(shares).sum()), text_bytes)
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,3 @@ class TargetStatistics:
     def bits_per_byte(self, loss: float) -> float | None:
         """A mean loss in nats per target, in bits per byte of text; None if the bytes are unknown."""
         return None if self.text_bytes is None else loss * self.targets / (math.log(2) * self.text_bytes)
-
-
-def bytes_per_token(stream: TokenSource) -> float | None:
-    """The average bytes of text per token of a source, from the `<prefix>.json` of its files; or None."""
-    text_bytes = tokens = 0
-    for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
-        if not isinstance(part, IndexedDataset):
-            return None
-        size = part.facts.get("text_bytes")
-        if type(size) is not int or size <= 0:
-            return None
-        text_bytes += size
-        tokens += part.num_tokens
-    return text_bytes / tokens

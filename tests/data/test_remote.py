@@ -4,7 +4,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,14 +182,6 @@ def test_an_object_replaced_in_use_is_refused(store: Store, tmp_path: Path) -> N
         assert set(readers[-1].tokens(0, 1000).tolist()) == {token}
     with pytest.raises(ValueError, match=r"o\.bin was replaced while this run used it"):
         readers[0].tokens(1_000_000, 1000)
-
-
-def test_threads_fetch_a_block_once(store: Store, remote: IndexedDataset, local: IndexedDataset, monkeypatch) -> None:
-    monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 300.0)
-    store.requests.clear()
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
-    assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
 
 
 def test_on_a_full_disk_nothing_is_cached(

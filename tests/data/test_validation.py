@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.indexed import Concatenation, IndexedDataset, TokenRange
 from data.tokenizer import train_tokenizer
-from data.validation import ValidationSet, bytes_per_token
+from data.validation import ValidationSet
 from tests.data.streams import write, write_random
 
 
@@ -84,22 +83,3 @@ def test_statistics_are_of_exactly_the_targets(tmp_path: Path) -> None:
     assert statistics.bits_per_byte(2.0) == pytest.approx(2.0 * len(targets) / math.log(2) / statistics.text_bytes)
     shares = np.unique(targets, return_counts=True)[1] / len(targets)
     assert statistics.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
-
-
-def test_without_a_tokenizer_bytes_are_estimated_from_the_average_of_the_source(tmp_path: Path) -> None:
-    dataset = write_random(tmp_path / "web", 500)
-    validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
-    counts = validation.target_counts()
-    assert validation.statistics(counts, None).bits_per_byte(1.0) is None
-    facts = Path(f"{dataset.prefix}.json")
-    facts.write_text('{"tokens": 500, "text_bytes": 2000}')
-    dataset = IndexedDataset(dataset.prefix)  # one reads its .json once
-    validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
-    assert validation.statistics(counts, None).text_bytes == 88 * 4.0
-    assert bytes_per_token(TokenRange(dataset, 1, dataset.num_sequences)) == 4.0
-    other = write_random(tmp_path / "other", 300)
-    assert bytes_per_token(Concatenation([dataset, other])) is None
-    (facts.parent / "other.json").write_text('{"tokens": 300, "text_bytes": 400}')
-    assert bytes_per_token(Concatenation([dataset, IndexedDataset(other.prefix)])) == 2400 / 800
-    facts.write_text('{"tokens": 500}')
-    assert bytes_per_token(IndexedDataset(dataset.prefix)) is None
