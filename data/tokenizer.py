@@ -21,7 +21,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -56,9 +56,6 @@ CL100K = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-# A text may be cut here without changing its words: in none of the expressions a word continues with a space after
-# another character than white space, and none looks behind.
-_CUT = re.compile(r"(?<=\S) ")
 _CHARACTERS_AT_ONCE = 512
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")  # they do not change ASCII
 _CACHE_WORDS = 500_000
@@ -313,24 +310,14 @@ class WordCache(dict[str, list[int]]):
         if len(self) > _CACHE_WORDS:
             self.clear()
         ids: list[int] = []
-        for part in _split_text(text):
+        # A text may be cut before these spaces without changing its words: in none of the expressions a word continues
+        # with a space after another character than white space, and none looks behind.
+        for part in re.findall(rf"(?s).{{{_CHARACTERS_AT_ONCE}}}.*?(?<=\S)(?= )|.+", text):
             if part.isascii():
                 ids.extend(chain.from_iterable(map(self.__getitem__, self._find(part))))
             else:
                 ids.extend(self._encode_word(part))
         return ids
-
-
-def _split_text(text: str) -> Iterator[str]:
-    """A text in parts of about _CHARACTERS_AT_ONCE characters, cut at places that do not change its words."""
-    start = 0
-    while len(text) - start > _CHARACTERS_AT_ONCE:
-        cut = _CUT.search(text, start + _CHARACTERS_AT_ONCE)
-        if cut is None:
-            break
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
 
 
 class SentencePieceTokenizer(TextTokenizer):
