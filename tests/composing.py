@@ -1,5 +1,6 @@
 """Configurations for tests: composed once, changed cheaply."""
 
+import copy
 import json
 from dataclasses import is_dataclass, replace
 from functools import cache
@@ -8,6 +9,7 @@ from typing import Any
 
 from data import provider as data
 from megatron_fp4.checkpoint.find import check_resume
+from megatron_fp4.config import compose
 from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.run_folder import check_baseline
@@ -31,6 +33,20 @@ def plans_of(config: Config) -> tuple[Plan, Plan | None]:
 
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def compose_once() -> None:
+    """From now on, let Hydra read the project's files only once for each choice of groups."""
+    real, known = compose.compose_groups, dict[Any, Any]()
+
+    def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
+        if folders != [CONFIGS]:
+            return real(name, groups, folders)
+        if (key := (name, *groups)) not in known:
+            known[key] = real(name, groups, folders)
+        return copy.deepcopy(known[key])
+
+    compose.compose_groups = quick  # type: ignore[assignment]
 
 
 @cache

@@ -1,20 +1,19 @@
-import copy
 import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
 import torch
 
 from data import builtin
-from megatron_fp4.config import compose
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
-from tests.composing import CONFIGS
+from tests.composing import compose_once
+
+compose_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,23 +46,6 @@ def away_from_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs in its own temporary folder, where relative paths, such as the default run.dir, lead."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def composed_quickly() -> Iterator[None]:
-    """Let Hydra read the project's files only once for each choice of groups."""
-    real, known = compose.compose_groups, dict[Any, Any]()
-
-    def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
-        if folders != [CONFIGS]:
-            return real(name, groups, folders)
-        if (key := (name, *groups)) not in known:
-            known[key] = real(name, groups, folders)
-        return copy.deepcopy(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "compose_groups", quick)
-        yield
 
 
 @pytest.fixture(scope="session")

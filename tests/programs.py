@@ -96,19 +96,24 @@ class Program:
     """A started program, with the methods of `subprocess.Popen` that tests use.
 
     command: the path of a script, relative to the checkout unless it is absolute, and its arguments. environment: None
-    means that of this process. errors_apart: stderr is separate from the output. The program prints to files, which are
-    read when it has ended.
+    means that of this process. errors_apart: stderr is separate from the output. own_modules: the project's modules are
+    imported anew, from the script's folder, which is a changed copy of the checkout. The program prints to files, which
+    are read when it has ended.
     """
 
     def __init__(
-        self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None, errors_apart: bool = False
+        self,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str] | None = None,
+        errors_apart: bool = False,
+        own_modules: bool = False,
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
         self._printed = [Path(self._scratch.name, name) for name in ("output", "errors")]
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
         words = [str(ROOT / command[0]), *map(str, command[1:])]
         printed = [str(self._printed[0]), str(self._printed[1]) if errors_apart else ""]
-        self._process = fork_server().Process(target=_run, args=(words, given, str(Path.cwd()), printed))
+        self._process = fork_server().Process(target=_run, args=(words, given, str(Path.cwd()), printed, own_modules))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -200,7 +205,7 @@ def _free_port() -> int:
             return port
 
 
-def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str]) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str], own_modules: bool) -> None:
     """In the new process, run as `python command` does. printed: the files for output and errors; if the second name is
     empty, errors go to the output."""
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
@@ -219,5 +224,10 @@ def _run(command: list[str], environment: dict[str, str], folder: str, printed: 
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
     torch.set_num_threads(1)
     sys.argv = command
-    sys.path[:] = [str(Path(command[0]).resolve().parent), *(path for path in sys.path if path)]
+    own = Path(command[0]).resolve().parent
+    sys.path[:] = [str(own), *(path for path in sys.path if path)]
+    if own_modules:
+        names = {path.stem for path in own.iterdir()}
+        for module in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[module]
     runpy.run_path(command[0], run_name="__main__")

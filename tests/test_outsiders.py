@@ -6,7 +6,6 @@ The steps are the page's own: each block of code, with the sentence above it tha
 
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -57,7 +56,7 @@ class Tree:
     def run(self, name: str, ranks: int, *overrides: str, changed: bool = True) -> str:
         """The fingerprint, or after FAILED what was printed. changed: False: of the checkout instead of the copy."""
         self._monkeypatch.setitem(fingerprint.CASES, name, (ranks, " ".join([*SETTINGS, *overrides])))
-        with nullcontext() if changed else mock.patch.object(fingerprint, "subprocess", FORKED):
+        with mock.patch.object(fingerprint, "subprocess", FORKED):
             line = fingerprint.fingerprint(name, self.root if changed else ROOT, self.scratch)
         return line.partition("FAILED\n")[2] if "FAILED\n" in line else line.removeprefix(name).strip()
 

@@ -21,7 +21,7 @@ SHORT = [
     *("train.steps=4", "checkpoint.interval=2", "validation.interval=0", "validation.num_samples=2", "run.device=cpu"),
     *("model.pattern=M-*-", "model.hidden_dim=64", "model.ffn_dim=64", "model.mamba_num_heads=2"),
     *("train.sequence_length=64", "train.global_batch_size=4", "train.micro_batch_size=2", "logging.report=false"),
-    "model.vocab_size=512",
+    *("model.vocab_size=512", "data.num_workers=0", "logging.tensorboard=false"),
 ]
 # Prints the words of commands instead of running them.
 RECORD = r"""

@@ -1,6 +1,7 @@
-"""pretrain.py as users start it: in its own processes, under torchrun, with a model that trains in seconds.
+"""pretrain.py as users start it: in its own processes, with a model that trains in seconds.
 
-First starts are new interpreters; those that resume come from a fork server (tests/programs.py).
+A run that is stopped is a new interpreter, or several under the launcher; the others come from a fork server
+(tests/programs.py).
 """
 
 import functools
@@ -40,15 +41,13 @@ def small(corpus: Path) -> list[str]:
     return [*SMALL, f"data.cache_dir={corpus}"]
 
 
-def command(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> list[str]:
-    launcher = ["-m", torchrun, "--standalone", "--nproc-per-node", str(num_processes)]
-    return [sys.executable, *(launcher if num_processes > 1 else []), str(ROOT / "pretrain.py"), *overrides]
-
-
-def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> subprocess.Popen[str]:
+def start(num_processes: int, overrides: list[str]) -> subprocess.Popen[str]:
+    """Start pretrain.py by a new interpreter, with several processes under the launcher."""
+    launcher = ["-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", str(num_processes)]
+    command = [sys.executable, *(launcher if num_processes > 1 else []), str(ROOT / "pretrain.py"), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(as_child(command(num_processes, overrides, torchrun)), env=environment, text=True, **pipes)
+    return subprocess.Popen(as_child(command), env=environment, text=True, **pipes)
 
 
 def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
@@ -96,10 +95,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Stra
     @functools.cache
     def straight(processes: int) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp(f"straight{processes}") / "run"
-        process = start(processes, [*small, f"run.dir={folder}"])
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
-        return folder, output
+        return folder, run(processes, [*small, f"run.dir={folder}"])
 
     return straight
 
@@ -166,7 +162,7 @@ def test_a_run_stopped_by_a_signal_is_saved_and_resumes(straight: Straight, smal
     """The signal is sent to the launcher of two processes."""
     folder, run_dir = straight(2)[0], tmp_path / "run"
     overrides, metrics = [*small, f"run.dir={run_dir}", "checkpoint.interval=0"], run_dir / "metrics.jsonl"
-    process = start(2, overrides, "megatron_fp4.launch")
+    process = start(2, overrides)
     while process.poll() is None and not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)  # does nothing if the run has ended already

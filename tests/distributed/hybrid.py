@@ -26,7 +26,7 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
 from tests.precision.reference import FAMILY, MXFP8, NVFP4, QUARTET2
-from tests.training.harness import toy_batches, train_step, whole
+from tests.training.harness import launch, toy_batches, train_step, whole
 
 # Tensor-parallel ranks can share every size: there are four KV heads and state groups. A group of in_proj has
 # 16 + 16 + 8 + 8 + 2 rows, not a multiple of 16, as in the 12B model.
@@ -77,6 +77,20 @@ LAYOUTS = {
     "tp2_hsdp2": Layout(4, tensor=2, replicate=2),
     "hsdp2_dp2": Layout(4, replicate=2, reshard=True),
 }
+
+
+def launch_each(function: Callable[..., Any], *cases: tuple[Any, ...]) -> dict[tuple[Any, ...], list[Any]]:
+    """Call function(rank, layout, *rest) on every rank for each case, a tuple (layout, *rest); returns for each what
+    the ranks returned. Cases of as many ranks share their processes, where the first pass through a model is slow."""
+    results: dict[tuple[Any, ...], list[Any]] = {}
+    for world in sorted({case[0].world for case in cases}):
+        shared = [case for case in cases if case[0].world == world]
+        results |= dict(zip(shared, map(list, zip(*launch(_each, world, function, shared), strict=True)), strict=True))
+    return results
+
+
+def _each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [function(rank, *case) for case in cases]
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tests.distributed.hybrid import (
     RECIPES,
     Layout,
     Result,
+    launch_each,
     micro_batches,
     operand,
     sharded_model,
@@ -34,7 +35,7 @@ from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow
 
-PRECISIONS = {"fp32": 2, "nvfp4": 1}
+PRECISIONS = {"fp32": 2, "nvfp4": 1}  # -> steps
 MESHES = ["tp2_without_sequence_parallel", "dp2", "tp2_dp2", "tp2_dp2_each", "hsdp2_dp2"]
 # Each step of generation has one token per prompt: three tokens, or one. With sequence parallelism, two ranks cannot
 # share them evenly without padding.
@@ -42,42 +43,33 @@ PROMPTS = ([5], [1, 2, 3], list(range(40)))
 SETTINGS = (Settings(9), Settings(9, Sampling(0.9, 0.9, seed=3), stop=11))
 
 
-def _train_all(rank: int, layouts: list[Layout]) -> list[Result]:
-    """Every layout in every precision: two steps in FP32, one in NVFP4."""
-    return [train(rank, layout, precision, steps) for layout in layouts for precision, steps in PRECISIONS.items()]
-
-
 @pytest.fixture(scope="module")
-def one() -> dict[str, Result]:
-    return dict(zip(PRECISIONS, launch(_train_all, 1, [ONE])[0], strict=True))
-
-
-@pytest.fixture(scope="module")
-def many() -> dict[tuple[str, str], list[Result]]:
+def many() -> dict[tuple[Layout, str], list[Result]]:
     """(layout, precision) -> the results of each rank."""
-    results: dict[tuple[str, str], list[Result]] = {}
-    for world in (2, 4):
-        names = [name for name in MESHES if LAYOUTS[name].world == world]
-        ranks = launch(_train_all, world, [LAYOUTS[name] for name in names])
-        keys = [(name, precision) for name in names for precision in PRECISIONS]
-        results |= dict(zip(keys, map(list, zip(*ranks, strict=True)), strict=True))
-    return results
+    layouts = [ONE, *(LAYOUTS[name] for name in MESHES)]
+    found = launch_each(train, *((layout, *steps) for layout in layouts for steps in PRECISIONS.items()))
+    return {(layout, precision): results for (layout, precision, _), results in found.items()}
+
+
+@pytest.fixture(scope="module")
+def one(many) -> dict[str, Result]:
+    return {precision: many[ONE, precision][0] for precision in PRECISIONS}
 
 
 @pytest.mark.parametrize("layout", MESHES)
 def test_in_fp32_every_mesh_has_the_results_of_one_process(layout, one, many):
     """Losses, norms, gradients and weights; ranks have the same bits."""
-    expected, (first, *_) = one["fp32"], many[layout, "fp32"]
+    expected, ranks = one["fp32"], many[LAYOUTS[layout], "fp32"]
     assert {name.rpartition(".")[2] for name in expected.gradients} == {"weight", "bias", "A_log", "D", "dt_bias"}
     assert all(gradient.norm() > 1e-6 for gradient in expected.gradients.values())
-    for rank in many[layout, "fp32"]:
+    for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
         assert rank.norms == pytest.approx(expected.norms, rel=1e-5)
         assert_gradients_equal(rank, expected, 1e-5)
         for name, weight in rank.weights.items():
             assert relative_error(weight, expected.weights[name]) < 1e-5, name
-        assert (rank.losses, rank.norms) == (first.losses, first.norms)
-        assert all(torch.equal(rank.weights[name], weight) for name, weight in first.weights.items())
+        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms)
+        assert all(torch.equal(rank.weights[name], weight) for name, weight in ranks[0].weights.items())
 
 
 @pytest.mark.parametrize("layout", MESHES)
@@ -85,7 +77,7 @@ def test_in_nvfp4_losses_and_data_parallel_codes_are_those_of_one_process(layout
     """(test_linear_codes.py compares the codes of tensor-parallel ranks, from equal inputs.)"""
     expected, tensor = one["nvfp4"], LAYOUTS[layout].tensor
     assert abs(expected.losses[0] - one["fp32"].losses[0]) > 1e-4
-    for rank in many[layout, "nvfp4"]:
+    for rank in many[LAYOUTS[layout], "nvfp4"]:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-3 if tensor > 1 else 1e-6)
         if tensor == 1:
             assert_codes_equal(rank, expected)

@@ -24,6 +24,7 @@ from tests.distributed.hybrid import (
     RECIPES,
     Layout,
     controlled_model,
+    launch_each,
     masked_micro_batches,
     operand,
     watched_gemms,
@@ -33,7 +34,8 @@ from tests.training.harness import launch, train_step, whole
 
 CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_dim=32, moe_shared_ffn_dim=32,
                  moe_aux_loss=0.1, moe_latent_dim=16)  # fmt: skip
-LAYOUTS = {2: [Layout(2, expert=2)], 4: [Layout(4, expert=4), Layout(4, expert=2), Layout(4, expert=2, replicate=2)]}
+MIXED = Layout(4, expert=2)
+LAYOUTS = [Layout(2, expert=2), MIXED, Layout(4, expert=4), Layout(4, expert=2, replicate=2)]
 VARIANTS = {
     "nvfp4": ({"pattern": "ME/E/E", "mtp_use_repeated_layer": True}, "none"),
     "fp32": ({"pattern": "ME/E", "moe_weight": "before_down", "moe_activation": "swiglu"}, "block"),
@@ -43,11 +45,7 @@ IDENTITY = run_identity(Config(model=CONFIG), {"tokenizer": "one"})
 Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str], dict[str, LinearMeasurement]]
 
 
-def trained(rank: int, layouts: list[Layout], precision: str) -> list[Result]:
-    return [trained_on(layout, precision) for layout in layouts]
-
-
-def trained_on(layout: Layout, precision: str) -> Result:
+def trained(rank: int, layout: Layout, precision: str) -> Result:
     """Losses and norms of two steps; gradients of the first one, and weights; digests of the operands of all quantized
     GEMMs of this rank in the first one; and what a probe measures in the second."""
     (changes, recompute), mesh, step_state = VARIANTS[precision], layout.mesh(), StepState(seed=11)
@@ -108,21 +106,27 @@ def test_a_checkpoint_means_the_same_at_every_expert_parallel_size(tmp_path: Pat
     assert expected["blocks.1.mixer.experts_up.weight.exp_avg"].flatten(1).any(1).all()
 
 
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[Layout, str], list[Result]]:
+    """(layout, precision) -> the results of each rank."""
+    of_all = [(layout, precision) for layout in (ONE, MIXED) for precision in VARIANTS]
+    return launch_each(trained, *of_all, *((layout, "nvfp4") for layout in LAYOUTS if layout != MIXED))
+
+
 @pytest.mark.parametrize("precision", VARIANTS)
-def test_experts_on_several_ranks_train_like_those_on_one(precision: str) -> None:
+def test_experts_on_several_ranks_train_like_those_on_one(runs, precision: str) -> None:
     """Ranks together have just the codes of one: of expert, micro-batch and GEMM."""
-    [[(losses, norms, tensors, codes, measured)]] = launch(trained, 1, [ONE], precision)
+    [(losses, norms, tensors, codes, measured)] = runs[ONE, precision]
     assert bool(codes) == (precision != "fp32")
-    for world, layouts in (LAYOUTS if precision == "nvfp4" else {4: [Layout(4, expert=2)]}).items():
-        for of_ranks in zip(*launch(trained, world, layouts, precision), strict=True):
-            assert sum((rank[3] for rank in of_ranks), Counter()) == codes
-            for other_losses, other_norms, other_tensors, _, found in of_ranks:
-                for linear, of in measured.items():
-                    for slot, statistics in of.operands.items():
-                        assert found[linear].operands[slot] == pytest.approx(statistics, rel=0.01, abs=0.01), linear
-                    assert found[linear].products.keys() == of.products.keys()
-                assert other_losses[0] == pytest.approx(losses[0], rel=1e-12)
-                assert other_losses == pytest.approx(losses, rel=1e-5)
-                assert other_norms == pytest.approx(norms, rel=1e-5)
-                for name, tensor in tensors.items():
-                    assert relative_error(other_tensors[name], tensor) < 1e-5, name
+    for of_ranks in (runs[layout, precision] for layout in (LAYOUTS if precision == "nvfp4" else [MIXED])):
+        assert sum((rank[3] for rank in of_ranks), Counter()) == codes
+        for other_losses, other_norms, other_tensors, _, found in of_ranks:
+            for linear, of in measured.items():
+                for slot, statistics in of.operands.items():
+                    assert found[linear].operands[slot] == pytest.approx(statistics, rel=0.01, abs=0.01), linear
+                assert found[linear].products.keys() == of.products.keys()
+            assert other_losses[0] == pytest.approx(losses[0], rel=1e-12)
+            assert other_losses == pytest.approx(losses, rel=1e-5)
+            assert other_norms == pytest.approx(norms, rel=1e-5)
+            for name, tensor in tensors.items():
+                assert relative_error(other_tensors[name], tensor) < 1e-5, name

@@ -246,6 +246,7 @@ def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
     settings = [*SMALL_RUN, *FAST, *small_corpus(tmp_path), *sizes, "train.activation_checkpointing=block"]
     settings += ["train.steps=4", "checkpoint.interval=2", "logging.interval=2", "model.nvfp4_bf16_blocks.last=0"]
     settings += ["precision=nvfp4", "precision.switch.when=never", "precision.diagnostics.interval=2"]
+    settings += ["train.global_batch_size=4"]
     run(1, [*settings, f"run.dir={tmp_path}/a"])
     resume = f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000002"
     run(1, [*settings, f"run.dir={tmp_path}/b", resume])

@@ -16,9 +16,18 @@ from models.hybrid import HybridModel
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count
 from models.positions import Documents
 from tests.composing import composed
-from tests.distributed.hybrid import LAYOUTS, MODEL, ONE, RECIPES, Layout, controlled_model, masked_micro_batches
+from tests.distributed.hybrid import (
+    LAYOUTS,
+    MODEL,
+    ONE,
+    RECIPES,
+    Layout,
+    controlled_model,
+    launch_each,
+    masked_micro_batches,
+)
 from tests.models.builders import build, local, relative_error, small_config, tokens_and_targets
-from tests.training.harness import launch, train_step, whole
+from tests.training.harness import train_step, whole
 
 TWO = small_config(pattern="M-/*-/*-", mtp_loss_scaling_factor=0.3)
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 9, [0] * 20], dtype=torch.int32)
@@ -145,18 +154,17 @@ def trained(rank: int, layout: Layout, precision: str) -> tuple[list[float], dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "names"),
-    [("fp32", ("tp2", "tp2_without_sequence_parallel", "dp2", "tp2_dp2_each")), ("nvfp4", ("dp2",))],
-)
-def test_meshes_train_like_one_rank(precision: str, names: tuple[str, ...]) -> None:
+def test_meshes_train_like_one_rank() -> None:
     """Where FSDP2 gathers in every micro-batch, it gathers the one set of weights for each of its two uses."""
-    [(losses, weights)] = launch(trained, 1, ONE, precision)
-    for layout in [*(LAYOUTS[name] for name in names), Layout(2)]:
-        for other_losses, other_weights in launch(trained, layout.world, layout, precision):
-            assert other_losses == pytest.approx(losses, rel=1e-5)
+    divided = [LAYOUTS[name] for name in ("tp2", "tp2_without_sequence_parallel", "tp2_dp2_each")]
+    both = [(layout, precision) for layout in (ONE, LAYOUTS["dp2"], Layout(2)) for precision in ("fp32", "nvfp4")]
+    runs = launch_each(trained, *both, *((layout, "fp32") for layout in divided))
+    for (layout, precision), ranks in runs.items():
+        [(losses, weights)] = runs[ONE, precision]
+        for other_losses, other_weights in ranks:
+            assert other_losses == pytest.approx(losses, rel=1e-5), layout
             wrong = {name: relative_error(other_weights[name], weights[name]) for name in weights}
-            assert max(wrong.values()) < 1e-5, wrong
+            assert max(wrong.values()) < 1e-5, (layout, wrong)
 
 
 def test_nemotron_3_super_and_ultra_have_the_published_extra() -> None:

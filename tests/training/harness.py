@@ -6,7 +6,6 @@ Processes come from a fork server that has imported torch (tests/programs.py), s
 import contextlib
 import faulthandler
 import os
-import pickle
 import random
 import tempfile
 import time
@@ -67,7 +66,7 @@ def launch(
         results = []
         for rank, process in enumerate(processes):
             outcome = Path(folder, f"result_{rank}")
-            results.append(pickle.loads(outcome.read_bytes()) if outcome.exists() else None)
+            results.append(torch.load(outcome, weights_only=False) if outcome.exists() else None)
             if exit_codes is not None:
                 exit_codes.append(process.exitcode or 0)
             elif process.exitcode != 0:
@@ -98,7 +97,7 @@ def _enter(function: Callable[..., Any], rank: int, world_size: int, folder: str
             store = FileStore(f"{folder}/store", world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             result = function(rank, *args)
-            Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+            torch.save(result, f"{folder}/result_{rank}")
             dist.destroy_process_group()
         except BaseException:
             errors.write(f"rank {rank}: {traceback.format_exc()}")
