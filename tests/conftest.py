@@ -17,9 +17,12 @@ compose_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files by their number of slow tests, most first. One process runs all tests of a file, so the files that
-    begin last must be short."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    """Sort files by the time of their slow tests, longest first. One process runs all tests of a file, so the files
+    that begin last must be short."""
+    slow = Counter[Path]()
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            slow[item.path] += mark.kwargs.get("seconds", 3)
     items.sort(key=lambda item: -slow[item.path])
 
 

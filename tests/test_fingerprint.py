@@ -42,7 +42,7 @@ def forked(command: list[str], cwd: Path, **_: Any) -> SimpleNamespace:
 FORKED = SimpleNamespace(PIPE=None, STDOUT=None, run=forked)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=25)
 def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the cases, with fewer steps, fewer blocks and a smaller vocabulary, on the kind of CPU on which
     fingerprints.txt was written. After an intended change write the lines that it prints into it."""

@@ -12,7 +12,7 @@ import pytest
 from tests.programs import run_program
 from tests.test_packaging import copy_tracked
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=35)
 PAGES = ["README.md", "docs/quickstart.md", "docs/recipes.md"]
 # What needs GPUs, a cluster, a download, or minutes; price.py has tests of its own.
 LEFT_OUT = ("nemotron_h_", "backend=", "docker ", "sbatch ", "make ", "pip ", "source ", "price.py", "evaluate.py")

@@ -32,6 +32,8 @@ from tests.distributed.hybrid import (
 from tests.models.builders import local, relative_error
 from tests.training.harness import launch, train_step, whole
 
+pytestmark = pytest.mark.slow(seconds=10)
+
 CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_dim=32, moe_shared_ffn_dim=32,
                  moe_aux_loss=0.1, moe_latent_dim=16)  # fmt: skip
 MIXED = Layout(4, expert=2)

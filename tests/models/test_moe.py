@@ -237,7 +237,7 @@ def test_two_data_parallel_ranks_train_like_one(precision: str, layout: Layout) 
     assert 1 <= values["max_load"] <= 4 and 0.5 < values["entropy"] <= 1 and values["zero_gradients"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=12)
 def test_a_resumed_run_has_the_bias_of_its_checkpoint(tmp_path: Path) -> None:
     """And its losses, those of multi-token prediction too; in NVFP4, with recomputation. The records have the load. Two
     ranks that divide the experts resume like one."""

@@ -64,6 +64,7 @@ def test_the_schema_lists_these_gpus() -> None:
     assert set(get_args(get_args(get_type_hints(ParallelConfig)["gpu"])[0])) == set(GPUS)
 
 
+@pytest.mark.slow(seconds=14)
 def test_a_run_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

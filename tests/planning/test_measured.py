@@ -53,7 +53,7 @@ def test_starts_on_64_gpus_are_valid_and_fit(gpu: str) -> None:
         assert int(peaks[config.precision.backend == "transformer_engine"]) < GPUS[gpu].memory - 3  # NCCL's buffers
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_the_planned_peak_of_the_smallest_start_is_current() -> None:
     """The others are not planned here: each takes half a minute."""
     overrides, _, blackwell = STARTS[0]

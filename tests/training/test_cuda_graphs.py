@@ -164,7 +164,10 @@ EXPERTS = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+SLOW = pytest.mark.slow(seconds=10)
+
+
+@pytest.mark.parametrize("config", [pytest.param(CONFIG, id="dense"), pytest.param(EXPERTS, id="experts", marks=SLOW)])
 def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh, config: ModelConfig) -> None:
     """The run has a validation and a noise measurement that leave the graphs their memory, counts tokens, and adds up
     the losses of multi-token prediction."""
