@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 
 # Measured: pip on x86_64 Linux, Python 3.11, torch 2.13, 2026-11.
 SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) and 50 packages (0.1 GB) into $(VENV)
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
-SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
+SAYS_TESTS := make: downloads what tests need, 107 packages (0.3 GB), into $(VENV)
 
 .PHONY: help setup train test all-tests test-fast test-kernels test-engines test-gpu lint format
 
@@ -31,21 +31,27 @@ help:
 
 setup: $(VENV)/.installed
 
-# What training needs.
+# Of the packages' 20,000 modules Python compiles those that are imported, and keeps them whatever the environment says.
+# Otherwise each process of each run and test would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+
+# What training needs. Builds take the setuptools that torch brings, instead of an environment of their own each.
 $(VENV)/.base: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with make PYTHON=...")'
 	@echo '$(SAYS_TORCH)'
 	@$(if $(SAYS_CPU),echo '$(SAYS_CPU)')
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch>=2.13,<2.14"
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --upgrade pip
+	$(INSTALL) "torch>=2.13,<2.14"
+	$(INSTALL) --no-build-isolation --editable .
+	@$(BIN)/python -c 'import pretrain, torch._dynamo, matplotlib.pyplot'
 	@touch $@
 
-# What tests need too. Python compiles what is imported: of these packages' 16,000 files, a few hundred.
+# What tests need too.
 $(VENV)/.installed: $(VENV)/.base
 	@echo '$(SAYS_TESTS)'
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
+	$(INSTALL) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
 # Ctrl-C reaches make and the shell too: the trap lets the shell wait for the run. Exit code 75 says that it is stopped
@@ -69,9 +75,7 @@ format: setup
 test: lint all-tests
 
 # Files whole, because their tests share what is slow to make; in the order of tests/conftest.py: slow ones first.
-# With the files of compiled modules, also where the environment would do without: what is not kept each process of each
-# test compiles again, the tests' own packages among it, which setup leaves to Python to compile.
-PYTEST := env -u MAKEFLAGS -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u MAKEFLAGS $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 all-tests: setup
 	$(PYTEST)
@@ -82,7 +86,7 @@ test-fast: setup
 # Triton is in a folder of its own: torch for CUDA demands one version, and all training processes would import it.
 $(VENV)/.triton: $(VENV)/.installed
 	@echo 'make: downloads Triton (0.2 GB; 0.7 GB unpacked) into $(VENV)/triton'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/triton triton==3.7.0
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/triton triton==3.7.0
 	@touch $@
 
 # The files of tests/gpu that launch kernels; their tests that need more are in tests/interpreted/plugin.py.
