@@ -20,7 +20,7 @@ from exchange import nvfp4
 from exchange.architectures import SMALLEST_STEP, sections_of, to_hf
 from exchange.checkpoint import Checkpoint
 from exchange.hf_export import CONFIG, QUANTIZATION
-from exchange.hf_import import OF_ACTIVATIONS, Folder
+from exchange.hf_import import Folder
 from exchange.tokenizer import check_exported_tokenizer
 from megatron_fp4.checkpoint.files import read_plain
 from megatron_fp4.precision.plan import PlannedLinear
@@ -46,7 +46,11 @@ class FolderCheck:
     ) -> None:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
         self.sections = sections_of(checkpoint.config.model)
-        self.calibrated = any(name.endswith(OF_ACTIVATIONS) for name in folder.names)
+        try:
+            group = folder.config["quantization_config"]["config_groups"]["group_0"]
+            self.calibrated = group.get("input_activations") is not None
+        except (KeyError, TypeError, AttributeError):  # `_exclusions` reports what is wrong
+            self.calibrated = False
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.nvfp4_linears().items()}
 
     def findings(self) -> Iterator[Finding]:
