@@ -109,7 +109,7 @@ def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] 
     shape = (2, 2048) if documents is None else documents.numbers.shape
     tensors = [randn(*shape, heads, dim) for heads in (8, 2, 2)]
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    compare(lambda *t: function(*t, documents), lambda *t: attend(*t, documents), tensors, 2e-2)
+    compare(lambda *t: function(*t, documents), lambda *t: attend(*t, documents), tensors, 2e-2)  # type: ignore[call-arg]
     if deterministic:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         dy = torch.randn_like(tensors[0])

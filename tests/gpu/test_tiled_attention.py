@@ -31,14 +31,14 @@ def heads(batch: int, length: int, dim: int) -> list[Tensor]:
 
 def attended(tensors: list[Tensor], dy: Tensor, documents: Documents | None = None) -> tuple[Tensor, ...]:
     """The result of attention and its gradients."""
-    y = attend_in_tiles(*tensors, documents)
+    y = attend_in_tiles(*tensors, documents)  # type: ignore[call-arg]
     return (y.detach(), *torch.autograd.grad(y, tensors, dy))
 
 
 def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
     """Results are as close to FP64 as the rounding of score gradients to BF16 allows; all runs have the same bits."""
     copies = [t.detach().double().requires_grad_() for t in tensors]
-    expected = attend(*copies, documents)
+    expected = attend(*copies, documents)  # type: ignore[call-arg]
     dy = torch.randn_like(tensors[0])
     reference = torch.autograd.grad(expected, copies, dy.double())
     runs = [attended(tensors, dy, documents) for _ in range(1 if INTERPRETED else 3)]
@@ -59,14 +59,14 @@ def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_c
 def test_documents(dim: int) -> None:
     for lengths in (ODD,) if INTERPRETED and dim != 64 else (LENGTHS, ODD):
         documents = Documents(numbers_of(lengths))
-        compare(heads(*documents.numbers.shape, dim), documents)
+        compare(heads(*documents.numbers.shape, dim), documents)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ODD])
 def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
     """The rest of its row changes no bit of it."""
     documents = Documents(numbers_of(lengths))
-    tensors = heads(*documents.numbers.shape, 64)
+    tensors = heads(*documents.numbers.shape, 64)  # type: ignore[call-arg]
     dy = torch.randn_like(tensors[0])
     expected = attended(tensors, dy, documents)
     for row, span in spans(lengths)[:: 69 if INTERPRETED else 7]:

@@ -53,7 +53,7 @@ def fp8(power_of_two: bool) -> Recipe:
 
 
 def tensors(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    return verify.sample_tensors(verify.Case(*shape, 1, BF16), torch.device("cuda", 0))
+    return verify.sample_tensors(verify.Case(*shape, 1, BF16), torch.device("cuda", 0))  # type: ignore[call-arg]
 
 
 @pytest.fixture(scope="module")
