@@ -33,6 +33,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     arguments = one_word(arguments)
     of_hydra = [argument for argument in arguments if argument.startswith(("hydra.", "hydra/"))]
     folders = [argument for argument in arguments if argument.startswith("--config-dir=")]
+    paths = [Path(folder.partition("=")[2]).resolve() for folder in folders]
     overrides = [argument for argument in arguments if argument not in (*of_hydra, *folders)]
     for argument in of_hydra:
         if "submitit" in argument and importlib.util.find_spec("submitit") is None:
@@ -40,7 +41,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
                 f"{argument} needs the package hydra-submitit-launcher; pip install it, or leave it out for runs one "
                 "after another here"
             )
-    compose_groups("config", of_hydra, [config_dir])  # any other plugin that is not there
+    compose_groups("config", of_hydra, [config_dir, *paths])  # any other plugin that is not there
     parsed = [parse_override(override) for override in overrides]
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
     run_dir = next((str(o.value()) for o in parsed if o.key_or_group == "run.dir"), "runs/sweep")
@@ -78,7 +79,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
         "hydra.output_subdir=null",
         "hydra/job_logging=none",
         "hydra/hydra_logging=none",
-        *(f"hydra.searchpath=['file://{Path(folder.partition('=')[2]).resolve()}']" for folder in folders),
+        f"hydra.searchpath={[f'file://{path}' for path in paths]}",
         *of_hydra,
     ]
     hydra.main(config_path=str(config_dir), config_name="config", version_base="1.3")(run)()

@@ -71,15 +71,21 @@ def test_missing_packages_give_one_line(program: str) -> None:
 
 def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "pretrain.py"
-    program.write_text("import sys; print(*sys.argv[1:]); sys.exit('precision=bf16' in sys.argv)")
-    given = ["run.seed=1,2", "precision=nvfp4,bf16", "train.steps=3", "run.dir=sweep"]
-    assert multirun(given, program, CONFIGS) == 1
+    program.write_text("import sys; print(*sys.argv[1:]); sys.exit('precision=mine' in sys.argv)")
+    for group, text in {"precision": "name: mine\n", "hydra/sweeper": "defaults: [basic]\n"}.items():
+        (tmp_path / group / "of" / group).mkdir(parents=True)
+        (tmp_path / group / "of" / group / "mine.yaml").write_text(text)
+    folders = [f"--config-dir={tmp_path / group / 'of'}" for group in ("precision", "hydra/sweeper")]
+    given = ["run.seed=1,2", "precision=nvfp4,mine", "train.steps=3", "run.dir=sweep", "hydra/sweeper=mine"]
+    assert multirun([*given, *folders], program, CONFIGS) == 1
     started = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
     assert [line.rpartition(" ")[0] for line in started] == [
-        f"run.seed={seed} precision={precision} train.steps=3" for seed in (1, 2) for precision in ("nvfp4", "bf16")
+        f"run.seed={seed} precision={precision} train.steps=3 {' '.join(folders)}"
+        for seed in (1, 2)
+        for precision in ("nvfp4", "mine")
     ]
     names = sorted(path.name for path in Path("sweep").iterdir() if path.is_dir())
-    assert names == [f"precision_{precision}-run.seed_{seed}" for precision in ("bf16", "nvfp4") for seed in (1, 2)]
+    assert names == [f"precision_{precision}-run.seed_{seed}" for precision in ("mine", "nvfp4") for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
