@@ -45,7 +45,7 @@ FORKED = SimpleNamespace(PIPE=None, STDOUT=None, run=forked)
 @pytest.mark.slow(seconds=25)
 def test_short_runs_have_the_bits_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the cases, with fewer steps, fewer blocks and a smaller vocabulary, on the kind of CPU on which
-    fingerprints.txt was written. After an intended change write the lines that it prints into it."""
+    fingerprints.txt was written. After an intended change, write into that file the lines that this test prints."""
     machine, *kept = KEPT.read_text().splitlines()
     if machine != this_machine():
         pytest.skip(f"the bits are kept for {machine}, and this is {this_machine()}")

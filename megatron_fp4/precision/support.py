@@ -273,7 +273,7 @@ def refuse_emulated_experts(plan: Plan, backend: str) -> None:
 
 
 def emulated_linears(plan: Plan, backend: str) -> dict[str, str]:
-    """The linears that a run with `backend` emulates, by name, and why: experts, or all without a reason."""
+    """The linears that a run with `backend` emulates: name -> why. Why is empty if the backend emulates all of them."""
     if backend != "transformer_engine":
         return {row.linear.name: "" for row in plan.rows if backend == "emulated"}
     rows = [(row.recipe, row.linear) for row in plan.rows if row.linear.experts > 1]

@@ -406,7 +406,7 @@ class TransformerEngineBackend(Backend):
         as_stored: OperandRequest | None,
         transposed: OperandRequest | None,
     ) -> list[tuple[NativeOperand, Any]]:
-        """As `quantize`, of each part of x, which have so many `rows`. place: of x."""
+        """As `quantize`, for each part of x by itself. rows: the number of rows of each part, in order. place: of x."""
         request = as_stored or transposed
         assert request is not None
         hadamard, signs = transposed is not None and transposed.rht > 0, request.signs == "fixed"
@@ -447,7 +447,7 @@ def _settings(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
 
 
 def _quantized(quantizer: Any, x: Tensor, rows: list[int], one_by_one: bool) -> list[Any]:
-    """The parts of x, which have so many `rows`. one_by_one: no grouped kernel has this block."""
+    """The quantized parts of x. rows: the number of rows of each part. one_by_one: no grouped kernel has this block."""
     if one_by_one or len(rows) == 1:
         return [quantizer(part) for part in x.split(rows)]
     groups = [rows[i : i + EXPERTS_AT_ONCE] for i in range(0, len(rows), EXPERTS_AT_ONCE)]
