@@ -43,7 +43,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -59,7 +59,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.operands import GroupedCall, LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import RoundingKey, Span
 from megatron_fp4.quantization.tensor import scale_values
 
 # The sums of an operand, in FP64. Those of a product, over its elements: exact^2, error^2, exact error.
@@ -344,7 +344,7 @@ class ProbedCall:
         if not operand.quantized:
             return
         large = x.numel() > LARGE
-        part = sample_rows(x) if large else x
+        part = sample_rows(x, x.shape[1]) if large else x
         amax = raw_amax = x.abs().amax().to(torch.float32)
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
@@ -358,6 +358,9 @@ class ProbedCall:
         place = call.place(slot.tensor, all_tokens=True)
         key, form = call.rounding_key_of(slot), format_of(operand.format)
         at, part = place.t() if slot.transposed else place, part.to(torch.float32)
+        if large:
+            positions = at.rows.positions(len(x), x.device)
+            at = replace(at, rows=Span(sample_rows(positions, x.shape[1]), at.rows.ranks))
         shared = shared_amax(amax, place.amax_groups) if form.tensor_scale else amax_of(part, at, form)
         sums, exponents = operand_sums(part, operand, key and key.at(at), shared)
         # The transform is orthogonal: apart from rounding to BF16, it does not change the sum of squares.
@@ -419,11 +422,12 @@ class _ProbedSegments:
         self.calls.clear()
 
 
-def sample_rows(x: Tensor) -> Tensor:
-    """Bands of rows spread evenly over `x` [rows, cols]: at least `SAMPLE` elements, which `x` must have."""
+def sample_rows(x: Tensor, columns: int) -> Tensor:
+    """Bands of rows spread evenly over `x` [rows, ...]: at least `SAMPLE` elements of a tensor [rows, columns], which
+    it must have."""
     band = math.gcd(x.shape[0], _BAND_ROWS)
     num_bands = x.shape[0] // band
-    wanted = -(-SAMPLE // (band * x.shape[1]))
+    wanted = -(-SAMPLE // (band * columns))
     return x.unflatten(0, (-1, band))[:: num_bands // wanted][:wanted].flatten(0, 1)
 
 

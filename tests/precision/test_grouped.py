@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fp4.measure import diagnostics
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.precision.backend import RowGroups, block_alignment
 from megatron_fp4.precision.linear import grouped_linear, quantized_linear
@@ -100,7 +101,11 @@ def test_codes_and_products_are_those_of_a_lone_linear_for_each_segment(name: st
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4, codes quantized again", "quartet 2"])
-def test_a_probe_measures_what_it_measures_at_lone_linears(name: str) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_probe_measures_what_it_measures_at_lone_linears(name: str, sampled: bool, monkeypatch) -> None:
+    if sampled:
+        for constant, value in (("LARGE", 1024), ("SAMPLE", 1024), ("_BAND_ROWS", 16)):
+            monkeypatch.setattr(diagnostics, constant, value)
     counts = torch.tensor(COUNTS["experts"])
     (x, w, dy), tokens, recipe = tensors(counts), of_experts(counts), ref.RECIPES[name]
     grouped, lone = Probe(), Probe(once=False)
