@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.measure.diagnosis import tensors_in
 from megatron_fp4.parallel.layers import QuantizedLinear
@@ -142,16 +141,14 @@ class Trace:
     def of(self, model: nn.Module) -> Iterator[None]:
         """Inside, everything that `model` computes is added."""
         with ExitStack() as stack:
+            # Only inside are the parameters the gathered ones.
+            stack.callback(model.register_forward_pre_hook(partial(self._see_gradients, stack)).remove)
             for name, module in model.named_modules():
                 if isinstance(module, QuantizedLinear):
                     stack.callback(module.register_forward_pre_hook(partial(self._see_inputs, name)).remove)
                     for context in module.context.parts or (module.context,):
                         stack.callback(setattr, context, "probe", context.probe)
                         context.probe = _LinearTrace(self, context.name)
-                gathers = isinstance(module, FSDPModule) or module is model
-                if gathers:  # hooks on parameters must be set here, where they are gathered
-                    see = partial(self._see_gradients, f"{name}." if name else "", set(), stack)
-                    stack.callback(module.register_forward_pre_hook(see).remove)
                 see_outputs = partial(self._see_outputs, name or "the model (its loss)")
                 stack.callback(module.register_forward_hook(see_outputs).remove)
             yield
@@ -165,13 +162,10 @@ class Trace:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.add, f"the gradient of the output of {name}"))
 
-    def _see_gradients(
-        self, prefix: str, hooked: set[nn.Parameter], stack: ExitStack, module: nn.Module, inputs: Any
-    ) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter not in hooked:
-                hooked.add(parameter)
-                see = partial(self.add, f"the gradient of {prefix}{name} on this rank")
+    def _see_gradients(self, stack: ExitStack, model: nn.Module, inputs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                see = partial(self.add, f"the gradient of {name} on this rank")
                 stack.callback(parameter.register_hook(see).remove)
 
 

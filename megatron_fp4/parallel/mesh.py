@@ -66,13 +66,6 @@ class ParallelMesh:
     experts: Ranks | None = None
 
     @cached_property
-    def fsdp(self) -> DeviceMesh:
-        """The axis of shards, after the axis of replicas unless gradients are summed over these by a tree."""
-        replicas = [] if self.reproducible else axes_of(self.device_mesh, "batch", without="rows")
-        assert len(replicas) <= 1, f"FSDP2 cannot sum over {replicas}"
-        return self.joined(*replicas, *self.shards.mesh_dim_names or ())
-
-    @cached_property
     def shards(self) -> DeviceMesh:
         """The ranks that hold other rows of every parameter but those of experts, as one axis."""
         axes = self.device_mesh[tuple(axes_of(self.device_mesh, "rows"))]

@@ -13,8 +13,7 @@ group of consecutive micro-batches, summed one after another; the size of the gr
 This needs `once`.
 
 Between ranks, an all-to-all gives each rank its shard of all gradients (as many bytes as a ring sends), and the rank
-adds them. Then each reduced shard is summed over replicas in the same way. FSDP2 calls this instead of its
-reduce-scatter and, by a hook, of its all-reduce over replicas.
+adds them. Then each reduced shard is summed over replicas in the same way.
 
 The binary counter keeps as many FP32 gradients as its tree has levels: complete ones with `once`, shards with `each`.
 """
@@ -22,7 +21,6 @@ The binary counter keeps as many FP32 gradients as its tree has levels: complete
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,18 +50,6 @@ def tree_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tree_sum(received.view(group.size(), -1))
 
 
-class TreeReduceScatter:
-    """Replaces FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
-
-
 def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` [n] over the ranks of `group`, in place."""
     part = tree_reduce_scatter(pad(tensor, (0, -len(tensor) % group.size())), group)
@@ -74,7 +60,7 @@ class GradientTree:
     """The part of the tree that one rank sums, between the micro-batches of `accumulate`.
 
     groups: functions that return the parameters whose gradients are reduced together. wait: called before gradients are
-    read; the current stream must then wait for what writes them.
+    read; it finishes what writes them.
     """
 
     def __init__(self, groups: Sequence[Callable[[], list[nn.Parameter]]], wait: Callable[[], None] = lambda: None):
@@ -133,7 +119,7 @@ def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tenso
     """This rank's share of the squared L2 norm of all ranks' `gradients`, rounded so that a sum of shares is exact:
     0-dim FP64 on `device`, not finite if an element is not. A collective. The same bits on any number of ranks.
 
-    FSDP shards parameters by rows, so one rank has all elements of a row. It adds up their squares in an order that
+    Parameters are sharded by rows, so one rank has all elements of a row. It adds up their squares in an order that
     depends only on the number of columns. The sum over rows is exact, so its order does not matter.
 
     As in reproducible summation (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013): a sum of

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,8 +106,8 @@ class RankMemory:
     quantized_weights: weights that linears keep from micro-batch to micro-batch, including those gathered as codes;
         with one data-parallel rank also those that are only rounded.
     activations: what the forward pass of one micro-batch keeps for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's tensor-parallel slice, until ranks add them up. 0 if FSDP2 reduces
-        them in every micro-batch, and with one data-parallel rank, whose gradients are as large as `parameters`.
+    unreduced_gradients: FP32 gradients of the rank's tensor-parallel slice, until ranks add them up. 0 if every
+        micro-batch reduces them, and with one data-parallel rank, whose gradients are as large as `parameters`.
     kept_sums: sums of subtrees with parallel.reproducible.
     workspaces: what PyTorch allocates for cuBLAS.
     peak: the most at any moment of a step, temporaries included.
@@ -132,7 +131,7 @@ class DryRun:
 
     first, middle, last: the collectives of the step's first micro-batch, of each one in the middle and of the last one,
     with their number, as the first rank sees them. ends: of these, those over data-parallel ranks that nothing can
-    hide: FSDP2's first all-gather and last reduction; without FSDP2 all.
+    hide: with `reshard` or `reduce_gradients=each` the first all-gather and the last reduction, else all.
     """
 
     memory: RankMemory
@@ -202,8 +201,7 @@ def dry_run(config: Config, world_size: int, build: Build, check: Check = lambda
             ledger.restart_peak()
             step_state.micro_batch = 0  # messages before the first micro-batch count as part of it
             step(1, shown)
-            by_fsdp = isinstance(model, FSDPModule)
-            reduced_at_once = mesh.reduce_each or (by_fsdp and max(numbers) == 1)
+            reduced_at_once = mesh.reduce_each or (config.parallel.reshard and max(numbers) == 1)
             memory = watch.memory(not reduced_at_once and mesh.batch.size > 1)
             if mesh.reproducible:
                 leaves = max(number // leaf_size(number * mesh.batch.size) for number in numbers)
@@ -222,13 +220,14 @@ def dry_run(config: Config, world_size: int, build: Build, check: Check = lambda
         sent = [(part, named(message)) for part, message in ledger.sent]
         parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
         middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
-        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent], by_fsdp))
+        ends = _ends([message for _, message in sent], mesh.reduce_each or config.parallel.reshard)
+        return DryRun(memory, max(numbers), parts[0], middle, last, ends)
 
 
-def _ends(sent: Sequence[Message], by_fsdp: bool) -> Counter[Message]:
-    """Messages over data-parallel ranks that nothing hides: FSDP2's first all-gather, and its last reduction over
-    shards and over replicas; without FSDP2 all."""
-    if not by_fsdp:
+def _ends(sent: Sequence[Message], beside: bool) -> Counter[Message]:
+    """Messages over data-parallel ranks that nothing hides. beside: others go beside computation, and these are the
+    first all-gather, and the last reduction over shards and over replicas; if not, all."""
+    if not beside:
         return Counter(message for message in sent if message.group in BATCH_AXES)
     over_shards, over_replicas = {"all-gather": 0, "reduce-scatter": -1, "all-to-all": -1}, {"all-reduce": -1}
     ends: list[Message] = []
@@ -429,7 +428,7 @@ class Ledger(TorchDispatchMode):
         self._count = 0
 
     def __enter__(self) -> Ledger:
-        # FSDP2 frees and allocates gathered parameters by resizing storages, which the dispatch mode does not see.
+        # Gathered parameters are freed and allocated by resizing storages, which the dispatch mode does not see.
         self._resize, self._wait = torch.UntypedStorage.resize_, Pending.wait
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.fsdp import FsdpModel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.precision.rng import StepState
@@ -179,11 +178,6 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
-
-
-def shard_by_fsdp(model: nn.Module, mesh: ParallelMesh, **settings: Any) -> None:
-    """`apply_data_parallel` with FSDP2, also for one rank and without resharding."""
-    model._gathered_model = FsdpModel(model, mesh, **settings)  # type: ignore[assignment]
 
 
 def train_step(
