@@ -1,4 +1,4 @@
-"""Whole models: gradients under FSDP, numbers of parameters, FLOPs, initial values."""
+"""Whole models: gradients of gathered parameters, numbers of parameters, FLOPs, initial values."""
 
 import copy
 import math
@@ -13,15 +13,13 @@ from models.hybrid import build_model
 from models.pattern import forward_flops_per_token, parameter_count, training_flops_per_token
 from tests.composing import composed
 from tests.models.builders import build, local, small_config, tokens_and_targets
-from tests.training.harness import shard_by_fsdp
+from tests.training.harness import overlapped
 
 
-@pytest.mark.parametrize(
-    ("apply", "reshard"), [(apply_data_parallel, False), (shard_by_fsdp, False), (shard_by_fsdp, True)]
-)
+@pytest.mark.parametrize(("apply", "reshard"), [(apply_data_parallel, False), (overlapped, False), (overlapped, True)])
 def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard):
-    """The forward pass uses BF16 copies (FSDP2 gathers them). Gradients must not be rounded to BF16, nor A_log, D and
-    dt_bias, which stay in FP32. All other weights are exact in BF16.
+    """The forward pass uses BF16 copies (gathered ones if `overlapped`). Gradients must not be rounded to BF16, nor
+    A_log, D and dt_bias, which stay in FP32. All other weights are exact in BF16.
     """
     config = small_config()
     plain = build(config, mesh, torch.bfloat16)
@@ -33,10 +31,11 @@ def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard
     sharded.load_state_dict(copy.deepcopy(plain.state_dict()))
     blocks, own, dtype = list(sharded.blocks), sharded.fp32_units(), torch.bfloat16
     apply(sharded, mesh, units=blocks, fp32_units=own, compute_dtype=dtype, reshard=reshard)
-    with gathered_parameters(sharded):
+    with gathered_parameters(sharded) as gathered:
         losses = [model(*tokens_and_targets(config)) for model in (plain, sharded)]
         for loss in losses:
             loss.backward()
+        gathered.reduce()
     assert losses[0].item() == losses[1].item()
     for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         assert a.grad.dtype == b.grad.dtype == torch.float32 and local(a.grad).abs().sum() > 0

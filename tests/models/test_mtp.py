@@ -155,7 +155,7 @@ def trained(rank: int, layout: Layout, precision: str) -> tuple[list[float], dic
 
 @pytest.mark.slow
 def test_meshes_train_like_one_rank() -> None:
-    """Where FSDP2 gathers in every micro-batch, it gathers the one set of weights for each of its two uses."""
+    """With `reshard` the one set of weights is gathered for each of its two uses."""
     divided = [LAYOUTS[name] for name in ("tp2", "tp2_without_sequence_parallel", "tp2_dp2_each")]
     both = [(layout, precision) for layout in (ONE, LAYOUTS["dp2"], Layout(2)) for precision in ("fp32", "nvfp4")]
     runs = launch_each(trained, *both, *((layout, "fp32") for layout in divided))

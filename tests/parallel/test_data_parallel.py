@@ -1,4 +1,4 @@
-"""One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks that gather once a step."""
+"""Gathering once a step, gathering beside computation, and one rank that gathers nothing compute the same."""
 
 import itertools
 from collections.abc import Callable
@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.data_parallel import Bucket, apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
@@ -22,7 +21,7 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, launch, shard_by_fsdp, train_step
+from tests.training.harness import ToyBatch, launch, overlapped, train_step
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
 
@@ -57,12 +56,10 @@ def train(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tupl
 
 
 @pytest.mark.parametrize("reshard", [False, True])
-def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh, reshard: bool) -> None:
+def test_one_rank_computes_the_same_as_one_that_gathers_its_own_rows(mesh: ParallelMesh, reshard: bool) -> None:
     actual, model = train(mesh, apply_data_parallel, reshard)
-    expected, sharded = train(mesh, shard_by_fsdp, reshard)
+    expected, sharded = train(mesh, overlapped, reshard)
     assert actual == expected
-    assert any(isinstance(module, FSDPModule) for module in sharded.modules())
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
     assert model.state_dict().keys() == sharded.state_dict().keys()
     for (name, mine), theirs in zip(model.named_parameters(), sharded.parameters(), strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype == torch.float32
@@ -70,22 +67,23 @@ def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh
 
 
 def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[str, tuple[Any, torch.Tensor]]]]:
-    """Six steps of gathering and reducing once, then by FSDP2: with a probe, an evaluation, a step in BF16, and a
-    frozen parameter. Returns losses and norms, and placements and rows of weights and moments, of both."""
+    """Six steps of gathering and reducing once, then beside computation: with a probe, an evaluation, a step in BF16,
+    and a frozen parameter. Returns losses and norms, and placements and rows of weights and moments, of both."""
     outcomes = []
-    for apply in (apply_data_parallel, shard_by_fsdp):
+    for reshard in (False, True):
         mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
-        model = build(mesh, apply, False, step_state)
-        if apply is apply_data_parallel:  # gloo's order of sums depends on the message
-            sharded: Any = model._gathered_model
+        model = build(mesh, apply_data_parallel, reshard, step_state)
+        sharded: Any = model._gathered_model
+        if not reshard:  # gloo's order of sums depends on the message
             units = [set(one.modules()) for one in (*model.blocks, model.embedding)]
             others = set(model.modules()).difference(*units)
-            sharded._buckets = [[p for p in sharded.parameters if p.module in unit] for unit in (*units, others)]
+            parts = ([p for p in sharded.parameters if p.module in unit] for unit in (*units, others))
+            sharded._buckets = [Bucket(part, mesh) for part in parts]
         model.blocks[0].norm.weight.requires_grad_(False)
         contexts = {name: linear.context for name, linear in model.linears() if name.startswith("blocks.0")}
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
         for step in range(6):
-            if apply is apply_data_parallel and step:  # only the last step needs what the one before it gathered
+            if step:  # only the last step needs what the one before it gathered
                 sharded.gather_ahead()
                 sharded.ahead = step_state.weights_version
                 sharded.gather_ahead = sharded.gather_ahead if step < 5 else None
@@ -95,7 +93,7 @@ def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[
                 context.recipe = BF16 if step == 3 else NVFP4
             if step == 2:
                 numbers.append(evaluate(model, {"held out": given[:1]}, mesh, step_state))
-            if apply is apply_data_parallel and step == 4:  # an error leaves the shards and no gradients
+            if step == 4:  # an error leaves the shards and no gradients
                 calls = itertools.count()
                 hook = model.blocks[0].register_forward_pre_hook(
                     lambda *_, calls=calls: 1 // (1 - next(calls)) and None
@@ -124,8 +122,8 @@ def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[
     ],
     ids=["shards", "tensor parallel", "replicas", "reproducible"],
 )
-def test_gathering_and_reducing_once_has_the_bits_of_fsdp(ranks: int, parallel: ParallelConfig) -> None:
-    for (numbers, tensors), (expected, sharded) in launch(on_ranks, ranks, parallel):
+def test_messages_beside_computation_change_no_bit(ranks: int, parallel: ParallelConfig) -> None:
+    for (expected, sharded), (numbers, tensors) in launch(on_ranks, ranks, parallel):
         assert numbers == expected and len(numbers) == 7
         assert tensors.keys() == sharded.keys()
         for name, (spec, rows) in tensors.items():

@@ -19,7 +19,7 @@ def test_bytes_alive_and_their_peak():
         assert ledger.live_bytes == 1024 * KIB + 512
         del view
         assert (ledger.live_bytes, ledger.peak_bytes) == (512, 1024 * KIB + 512)
-        b.untyped_storage().resize_(0)  # freed and allocated again, as FSDP does
+        b.untyped_storage().resize_(0)  # freed and allocated again, as between two passes
         assert ledger.live_bytes == 0
         b.untyped_storage().resize_(4096)
         assert ledger.live_bytes == 4096

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.data_parallel import OverlappedModel, apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.precision.rng import StepState
@@ -178,6 +178,21 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
+
+
+def overlapped(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    units: Any,
+    fp32_units: Any,
+    compute_dtype: Any,
+    reshard: bool,
+    ends: Any = (),
+) -> None:
+    """`apply_data_parallel` with messages beside computation, also for one rank and without resharding."""
+    gathered = OverlappedModel(model, mesh, fp32_units, compute_dtype, units, ends, reshard)
+    model._gathered_model = gathered  # type: ignore[assignment]
 
 
 def train_step(
