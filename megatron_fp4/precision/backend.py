@@ -173,13 +173,15 @@ class Backend(ABC):
     name: as in `precision.backend`. accumulates: wgrad's GEMM itself adds to the gradient of earlier micro-batches,
     which rounds once; a GEMM and an addition round twice. transposes: all operands have `transposed()`, which exchanges
     rows and columns, so a GEMM along one dimension can use codes made along the other; not so for tensor cores, whose
-    scales lie along the dot product. draws_ours: stochastic rounding uses the project's own keys.
+    scales lie along the dot product. draws_ours: stochastic rounding uses the project's own keys. multiplies_chunks:
+    whether it has `gemm_of_chunk`.
     """
 
     name: str
     accumulates = False
     transposes = False
     draws_ours = True
+    multiplies_chunks = False
 
     def alignment(self, recipe: Recipe) -> Alignment:
         """What its kernels require of a linear's sizes on one rank with `recipe`."""
@@ -220,6 +222,13 @@ class Backend(ABC):
         total: contiguous [m, n] in `out_dtype`; the product is added to it in place, and it is returned. groups: those
         of a's rows; the product leaves their padding out (m counts the other rows) and is contiguous.
         """
+
+    def gemm_of_chunk(self, a: Any, b: Any, out: Tensor) -> None:
+        """out = a b^T with the bits of `gemm`; both sides are quantized to 4 bits, or neither is quantized.
+
+        a: with values [ranks * rows, k] or [ranks, rows, k]. out: [ranks, rows, n], contiguous for each rank.
+        """
+        raise NotImplementedError(f"the backend {self.name} has no GEMM for chunks")
 
     def grouped_gemm(
         self, name: str, a: Any, b: Any, segments: Segments, out_dtype: torch.dtype, total: Tensor | None = None

@@ -111,6 +111,15 @@ class GemmOperand:
 
         return all_tokens
 
+    def chunks(self, number: int) -> list[GemmOperand]:
+        """Equal parts of the rows of values or 4-bit codes."""
+        values = self.values
+        if isinstance(values, Tensor):
+            return [replace(self, values=part) for part in values.chunk(number)]
+        assert isinstance(values, PackedRows)
+        pairs = zip(values.codes.chunk(number), values.scales.chunk(number), strict=True)
+        return [replace(self, values=PackedRows(*pair)) for pair in pairs]
+
     @property
     def main(self) -> Tensor:
         """Values or codes [rows, k]."""
@@ -246,6 +255,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self, sums: str = "fp32") -> None:
         self.sums = sums
+        self.multiplies_chunks = sums == "fp32"
 
     def packs(self, weight: Operand) -> bool:
         return in_square_blocks(weight)
@@ -309,6 +319,19 @@ class EmulatedBackend(Backend):
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, groups)
+
+    def gemm_of_chunk(self, a: GemmOperand, b: GemmOperand, out: Tensor) -> None:
+        """As `Backend.gemm_of_chunk`; on a GPU a batched GEMM writes to `out` itself."""
+        left, right = a.unpacked(), b.unpacked().t()
+        left = left if left.dim() == 3 else left.unflatten(0, out.shape[:2])
+        if a.quantized and cuda.gpu.multiplies(left) and left.dtype == torch.bfloat16:
+            alpha = None if a.scale is None or b.scale is None else a.scale * b.scale
+            gemm_cuda.multiply_into(out, left, right, alpha)
+        elif a.quantized:
+            for rows, product in zip(left, out, strict=True):
+                product.copy_(self.gemm(replace(a, values=rows), b, out.dtype))
+        else:
+            torch.bmm(left, right.expand(len(left), -1, -1), out=out)
 
     def _in_segments(self, x: Tensor, place: Place, request: OperandRequest, transposed: bool) -> GemmOperand:
         """The operand of x as it is stored, or transposed. x may have the padding."""

@@ -54,29 +54,33 @@ def scaled_matmul(
     in `out_dtype`, to which the product is added in place. groups: those of a's rows; the product leaves their padding
     out, and m counts the other rows. Raises RuntimeError if cuBLAS returns an error.
     """
-    if groups is not None and groups.kept % 8:  # computed with the padding
-        return added(scaled_matmul(a, b, alpha, out_dtype), total, groups)
-    left, right = _layout(a), _layout(b)
-    shape = a.shape[0] if groups is None else a.shape[0] // groups.padded * groups.kept, b.shape[1]
+    if groups is not None:
+        if groups.kept % 8:  # computed with the padding
+            return added(scaled_matmul(a, b, alpha, out_dtype), total, groups)
+        a = a.unflatten(0, (-1, groups.padded))[:, : groups.kept]
+    shape = a.shape[:-1].numel(), b.shape[1]
     out = a.new_empty(shape, dtype=out_dtype) if total is None else total
     assert out.shape == shape and out.is_contiguous() and out.dtype == out_dtype
-    cuda.gpu.call(_multiply, out, left, right, alpha, total is not None, groups)
+    multiply_into(out.view(*a.shape[:-1], -1), a, b, alpha, accumulate=total is not None)
     return out
 
 
-def _multiply(
-    out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, groups: RowGroups | None
-) -> None:
+def multiply_into(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, accumulate: bool = False) -> None:
+    """out = alpha * (a b), or out += alpha * (a b), as `scaled_matmul`. a: [m, k], or [batch, m, k]. out: [m, n], or
+    [batch, m, n], whose rows lie one after the other in each [m, n]."""
+    assert out.stride(-1) == 1 and out.stride(-2) == out.shape[-1]
+    cuda.gpu.call(_multiply, out, _layout(a), _layout(b), alpha, accumulate)
+
+
+def _multiply(out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool) -> None:
     (a, op_a, stride_a), (b, op_b, stride_b), library = left, right, _cublas()
     if library is None or not a.numel() or not b.numel():
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        product = (product if alpha is None else product.mul_(alpha)).to(out.dtype)
-        result = added(product, out if accumulate else None, groups)
-        if not accumulate:
-            out.copy_(result)
+        product = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
+        product = (product if alpha is None else product.mul_(alpha)).to(out.dtype).view(out.shape)
+        out.add_(product) if accumulate else out.copy_(product)
         return
     # cuBLAS is column-major and reads a row-major matrix as its transpose: it computes out^T = b^T a^T.
-    (num_rows, inner), columns = a.shape, b.shape[1]
+    (num_rows, inner), columns = a.shape[-2:], b.shape[1]
     one, zero = _constants(a.device)
     kind = _R_16BF if out.dtype == torch.bfloat16 else _R_32F
     factors = (one if alpha is None else alpha).data_ptr(), (one if accumulate else zero).data_ptr()
@@ -85,32 +89,30 @@ def _multiply(
     try:
         # PyTorch sets the math mode again each time that it uses the handle.
         _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
-        if groups is None:
+        if a.dim() == 2:
             status = library.cublasGemmEx(
                 handle, op_b, op_a, columns, num_rows, inner, factors[0],
                 b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
                 factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
         else:
-            group_stride = groups.padded * (stride_a if op_a == _OP_N else 1)
             status = library.cublasGemmStridedBatchedEx(
-                handle, op_b, op_a, columns, groups.kept, inner, factors[0],
-                b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, group_stride,
-                factors[1], out.data_ptr(), kind, columns, groups.kept * columns, num_rows // groups.padded,
-                _COMPUTE_32F, _GEMM_DEFAULT,
+                handle, op_b, op_a, columns, num_rows, inner, factors[0],
+                b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, a.stride(0),
+                factors[1], out.data_ptr(), kind, columns, out.stride(0), len(a), _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
-        _check(status, "cublasGemmEx" if groups is None else "cublasGemmStridedBatchedEx")
+        _check(status, "cublasGemmEx" if a.dim() == 2 else "cublasGemmStridedBatchedEx")
     finally:
         library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
 
 
 def _layout(x: Tensor) -> Matrix:
-    """`x` as a row-major matrix for cuBLAS; a copy if neither dimension is contiguous."""
-    rows, columns = x.shape
-    if x.stride(1) == 1 and x.stride(0) >= columns:
-        return x, _OP_N, x.stride(0)
-    if x.stride(0) == 1 and x.stride(1) >= rows:
-        return x, _OP_T, x.stride(1)
+    """`x` as a row-major matrix, or a batch of them, for cuBLAS; a copy if neither dimension is contiguous."""
+    rows, columns = x.shape[-2:]
+    if x.stride(-1) == 1 and x.stride(-2) >= columns:
+        return x, _OP_N, x.stride(-2)
+    if x.stride(-2) == 1 and x.stride(-1) >= rows:
+        return x, _OP_T, x.stride(-1)
     return x.contiguous(), _OP_N, columns
 
 

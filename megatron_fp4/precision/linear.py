@@ -25,6 +25,9 @@ overlap with work that does not need their results:
                                                                  wgrad
               (left of a bar is the collective, right of it the work that overlaps with it)
 
+If slices are long enough, the messages of fprop and dgrad go in chunks of each rank's slice (`LinearCall.chunks`), each
+beside the GEMM of another chunk, with the same bits.
+
 A slice is quantized before it is gathered, with the maximum of the complete tensor and with the draws for its position
 in it. So its codes are those of the complete tensor, and each rank sends a quarter of the bytes and does its share of
 the work. For the backward pass a rank keeps only its own slice of x. Slices of incomplete blocks are gathered first.
@@ -37,7 +40,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +59,9 @@ from megatron_fp4.precision.recipe import (
     OperandSlot,
 )
 from megatron_fp4.quantization.segments import Segments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
@@ -102,17 +110,20 @@ class _QuantizedLinear(torch.autograd.Function):
         receive_x = _send(call, make_fprop, FPROP_ACTIVATION, async_op=overlaps)
         if make_kept is not None and "activation" in call.slices:
             kept = make_kept()  # while fprop's codes are gathered
-        y = call.padding.unpad_tokens(_product(call, "fprop", receive_x(), w_fprop, call.dtype))
-        y = y if context.sharding.keep_padding else call.padding.unpad_outputs(y)
-        ctx.observed = None
-        if (probe := context.probe) is not None:
-            ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
-        if (group := context.sharding.out_tokens) is not None:
-            scattered = start_reduce_scatter(y, group, async_op=overlaps)
+        ctx.observed, group = None, context.sharding.out_tokens
+        if group is not None and call.chunks is not None:
+            scattered = _start_scattered_product(call, receive_x(), w_fprop, group)
+        else:
+            y = call.padding.unpad_tokens(_product(call, "fprop", receive_x(), w_fprop, call.dtype))
+            y = y if context.sharding.keep_padding else call.padding.unpad_outputs(y)
+            if (probe := context.probe) is not None:
+                ctx.observed = probe.forward(call, call.all_tokens(x, "activation"), call.padding.unpad_outputs(y))
+            if group is not None:
+                scattered = start_reduce_scatter(y, group, async_op=overlaps).wait
         if make_kept is not None and kept is None:
             kept = make_kept()  # while y is reduced
         _save(ctx, call, weight, w_dgrad, kept, x if needs_wgrad else None)
-        return y if scattered is None else scattered.wait()
+        return y if scattered is None else scattered()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -124,16 +135,20 @@ class _QuantizedLinear(torch.autograd.Function):
         receive_x = _send(call, make_x, WGRAD_ACTIVATION)
         receive_dgrad, receive_wgrad = _send(call, make_dgrad, DGRAD_GRADIENT), _send(call, make_wgrad, WGRAD_GRADIENT)
         if receive_dgrad is not None:  # before wgrad's operand is made: each is as large as dy
-            product = _product(call, "dgrad", receive_dgrad(), call.dgrad_weight(w_dgrad), call.dtype)
-            dx = call.padding.unpad_tokens(product)
-            if (group := call.context.sharding.in_tokens) is not None:
-                scattered = start_reduce_scatter(dx, group, async_op=receive_wgrad is not None)
+            group, operands = call.context.sharding.in_tokens, (receive_dgrad(), call.dgrad_weight(w_dgrad))
+            if group is not None and call.chunks is not None:
+                scattered = _start_scattered_product(call, *operands, group)
+            else:
+                dx = call.padding.unpad_tokens(_product(call, "dgrad", *operands, call.dtype))
+                if group is not None:
+                    scattered = start_reduce_scatter(dx, group, async_op=receive_wgrad is not None).wait
+            del operands
         if receive_wgrad is not None:
             x_wgrad = receive_x()
             dw = _weight_gradient(ctx, receive_wgrad(), x_wgrad)
         if ctx.observed is not None:
             ctx.observed.backward(call.padding.unpad_outputs(call.all_tokens(dy, "gradient")), dx, dw)
-        return dx if scattered is None else scattered.wait(), dw, None, None, None
+        return dx if scattered is None else scattered(), dw, None, None, None
 
 
 class _PartContext:
@@ -183,32 +198,63 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _send(call: LinearCall, make: MakeOperand | None, slot: OperandSlot, async_op: bool = True) -> Any:
-    """A function that returns the operand of all tokens; None if `make` is None.
+    """A function that returns the operand of all tokens, or an iterator of each chunk's; None if `make` is None.
 
     For a tensor in `call.slices` this makes the operand of the rank's slice and starts to gather all slices; the
-    returned function waits. For other tensors it returns `make`. async_op: as in `start_all_gather`.
+    function, or the iterator, waits. For other tensors it returns `make`. async_op: as in `start_all_gather`.
     """
     if make is None or slot.tensor not in call.slices:
         return make
-    gather = functools.partial(start_all_gather, group=call.slices[slot.tensor], async_op=async_op)
-    return make().gathered(gather, transposed=slot.transposed)
+    gather = functools.partial(start_all_gather, group=call.slices[slot.tensor])
+    if call.chunks is None or slot.transposed:
+        return make().gathered(functools.partial(gather, async_op=async_op), transposed=slot.transposed)
+    receives = [chunk.gathered(gather, transposed=False) for chunk in make().chunks(call.chunks[1])]
+    return lambda: (receive() for receive in receives)
 
 
 def _product(
     call: LinearCall,
     gemm: str,
-    a: BackendOperand,
-    b: BackendOperand,
+    a: Any,
+    b: Any,
     out_dtype: torch.dtype,
     total: Tensor | None = None,
     groups: RowGroups | None = None,
 ) -> Tensor:
-    """The product of a GEMM (`fprop`, `dgrad`, `wgrad`), as `Backend.gemm` computes it."""
+    """The product of a GEMM (`fprop`, `dgrad`, `wgrad`), as `Backend.gemm` computes it. a: maybe an iterator of its
+    chunks."""
+    if isinstance(a, Iterator):
+        assert call.chunks is not None
+        b = replace(b, values=b.unpacked())
+        y = b.values.new_empty((*call.chunks, len(b.values)), dtype=out_dtype)
+        for number, chunk in enumerate(a):
+            call.backend.gemm_of_chunk(chunk, b, y[:, number])
+        return y.flatten(0, 2)
     if call.segments is not None:
         return call.backend.grouped_gemm(gemm, a, b, call.segments, out_dtype, total)
     multiply = functools.partial(call.backend.gemm, a, b, out_dtype, total, groups)
     watcher = call.context.watcher
     return multiply() if watcher is None else watcher.product(gemm, multiply, (a, b), total, groups)
+
+
+def _start_scattered_product(call: LinearCall, a: Any, b: Any, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Multiply a b^T in chunks, each of which ranks then start to sum; the returned function waits for this rank's
+    slice."""
+    assert call.chunks is not None
+    a, b = (replace(operand, values=operand.unpacked()) for operand in (a, b))
+    (ranks, chunks, rows), width = call.chunks, len(b.values)
+    y, pending = b.values.new_empty((chunks, rows, width), dtype=call.dtype), []
+    for number, values in enumerate(a.values.unflatten(0, call.chunks).unbind(1)):
+        product = y.new_empty(ranks, rows, width)
+        call.backend.gemm_of_chunk(replace(a, values=values), b, product)
+        pending.append(start_reduce_scatter(product.flatten(0, 1), group, out=y[number]))
+
+    def wait() -> Tensor:
+        for message in pending:
+            message.wait()
+        return y.flatten(0, 1)
+
+    return wait
 
 
 def _weight_gradient(ctx: Any, dy: BackendOperand, x: BackendOperand) -> Tensor | None:

@@ -49,10 +49,11 @@ def start_all_gather(x: Tensor, group: ProcessGroup, async_op: bool = True) -> P
     return Pending(work, x, out)
 
 
-def start_reduce_scatter(y: Tensor, group: ProcessGroup, async_op: bool = True) -> Pending:
-    """[ranks n, ...] partial sums -> [n, ...], this rank's slice of the sums, in y's dtype. async_op: as above."""
+def start_reduce_scatter(y: Tensor, group: ProcessGroup, async_op: bool = True, out: Tensor | None = None) -> Pending:
+    """[ranks n, ...] partial sums -> [n, ...], this rank's slice of the sums, in y's dtype; contiguous `out`, if given.
+    async_op: as above."""
     y = y.contiguous()
-    out = y.new_empty((y.shape[0] // group.size(), *y.shape[1:]))
+    out = y.new_empty((y.shape[0] // group.size(), *y.shape[1:])) if out is None else out
     return Pending(_reduce_scatter(out, y, group=group, async_op=async_op), y, out)
 
 

@@ -33,6 +33,9 @@ from megatron_fp4.quantization.segments import Segments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+CHUNKS, MIN_CHUNK = 2, 1024
+"""Chunks of each rank's slice of the tokens (`LinearCall.chunks`), and the fewest tokens of one that hide a message."""
+
 Sections = tuple[tuple[str, int], ...]
 """Sections of a packed projection, in the order of the rows of a group: (name, rows in each group)."""
 
@@ -220,7 +223,8 @@ class LinearCall:
 
     weight: parameter [out, in]. x: [tokens, in], with `in_tokens` this rank's slice; only its shape, dtype and device
     are used. token_groups: by tensor (`activation`, `gradient`), the ranks that hold slices of its tokens, or None.
-    slices: those whose slices are quantized before they are gathered.
+    slices: those whose slices are quantized before they are gathered. chunks: (ranks, chunks, tokens of one) if fprop
+    and dgrad multiply slices in chunks, each beside the message of another; or None.
     """
 
     segments: Segments | None = None
@@ -241,6 +245,18 @@ class LinearCall:
         self.token_groups = {"activation": sharding.in_tokens, "gradient": sharding.out_tokens}
         groups_of = self.token_groups.items()
         self.slices = {name: ranks for name, ranks in groups_of if ranks and self.sends_operands(name, ranks)}
+        self.chunks = self._chunks(sharding.in_tokens or sharding.out_tokens)
+
+    def _chunks(self, group: ProcessGroup | None) -> tuple[int, int, int] | None:
+        pairs = [(gemm.left, gemm.right) for gemm in (self.recipe.fprop, self.recipe.dgrad)]
+        alike = all((a.in_4_bits and b.in_4_bits) or not (a.quantized or b.quantized) for a, b in pairs)
+        watched = self.context.watcher is not None or self.context.probe is not None
+        if group is None or watched or not alike or not self.backend.multiplies_chunks:
+            return None
+        rows, rest = divmod(self.padding.tokens, group.size() * CHUNKS * self.alignment.tokens)
+        rows *= self.alignment.tokens
+        padded = self.context.sharding.out_tokens is not None and self.padding.row_groups is not None
+        return None if rest or padded or rows < MIN_CHUNK else (group.size(), CHUNKS, rows)
 
     # ------------------------------------------------------------------------------------------- activation, gradient
 

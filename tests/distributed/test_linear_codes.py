@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, PackedLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision import emulated, messages, torch_scaled_mm
+from megatron_fp4.precision import emulated, messages, operands, torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.operands import LinearCall
@@ -202,6 +202,39 @@ def test_ranks_send_packed_codes(tensor, keeps, one_in_bf16):
     columns, rows = (unpacked.count(name) for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
     # Every operand is unpacked twice, because the test reads it too.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
+
+
+def run_in_chunks(rank: int, tensor: int, precision: str, packed: bool) -> list[tuple[dict[str, Any], list[Message]]]:
+    """Results and messages with whole slices, and in chunks."""
+    mesh, found = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu")), []
+    kernels = kernel_layout.UnpackingKernels() if packed else cuda.gpu
+    formats = dict(FORMATS, nvfp4=replace(FORMATS["nvfp4"], fused=(kernel_layout.PackedFP4,))) if packed else FORMATS
+    for fewest in (TOKENS, 16):
+        results, sent = dict[str, Any](), list[Message]()
+        found.append((results, sent))
+        of_chunks = mock.patch.object(operands, "MIN_CHUNK", fewest)
+        as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
+        with cuda.other_gpu(kernels), mock.patch.dict(FORMATS, formats), as_values, of_chunks, counted_messages(sent):
+            for name in (*LINEARS, "packed"):
+                linear, x, dy = linear_on(mesh, name, RECIPES[precision], torch.bfloat16)
+                (y,) = linear(x) if name == "packed" else (linear(x),)
+                y.backward(dy)
+                assert linear.weight.grad is not None and x.grad is not None
+                results |= {f"{name} y": y.detach(), f"{name} dx": x.grad, f"{name} dw": whole(linear.weight.grad)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "precision", "packed", "more"),
+    [(2, "nvfp4", True, 8), (4, "nvfp4", False, 8), (2, "fp32", False, 7), (2, "mxfp8", False, 0)],
+)
+def test_chunks_have_the_bits_of_whole_slices(tensor, precision, packed, more):
+    for (whole_slices, sent), (in_chunks, sent_in_chunks) in launch(run_in_chunks, tensor, tensor, precision, packed):
+        for name, expected in whole_slices.items():
+            assert torch.equal(in_chunks[name], expected), name
+        # In chunks go what fprop and dgrad gather, unless dy is gathered once for both of its GEMMs, and all sums.
+        assert sum(size for _, size in sent) == sum(size for _, size in sent_in_chunks)
+        assert len(sent_in_chunks) - len(sent) == more
 
 
 def run_native(rank: int, make_backend: type[Backend], recipe: Recipe) -> list[tuple[list[Tensor], list[Message]]]:
