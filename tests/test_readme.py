@@ -43,8 +43,8 @@ def test_every_page_and_picture_is_linked() -> None:
         assert f"{path.name})" in text, f"no page points to {path.name}"
 
 
-def final_losses(run: str) -> dict[str, float]:
-    with tarfile.open(RECORDS / f"{run}.tar.xz") as archive:
+def final_losses(run: str, packed: str = "") -> dict[str, float]:
+    with tarfile.open(RECORDS / f"{packed or run}.tar.xz") as archive:
         metrics = archive.extractfile(f"{run}/metrics.jsonl")
         assert metrics is not None
         return [record["losses"] for record in map(json.loads, metrics) if record["kind"] == "validation"][-1]
@@ -55,7 +55,7 @@ def test_the_losses_of_the_page_are_those_of_the_records() -> None:
     rows = re.findall(r"^\| `(\w+_(?:5|10|15|25))` \|(.*)\|$", text, re.MULTILINE)
     cells = {f"{name}_s{seed}": cell.strip() for name, row in rows for seed, cell in enumerate(row.split("|"), start=1)}
     printed = {run: cell for run, cell in cells.items() if cell}
-    assert printed.keys() == {path.name.split(".")[0] for path in RECORDS.glob("*_s[0-9].tar.xz")}
+    assert printed.keys() == {path.name.split(".")[0] for path in RECORDS.glob("*_[0-9]*_s[0-9].tar.xz")}
     for run, cell in printed.items():
         base = re.sub(r"(nvfp4(_best|_gates)?|control|mxfp8|mxfp4(_none)?)_", "bf16_", run)
         mean, of_bf16 = (sum(losses.values()) / len(losses) for losses in (final_losses(run), final_losses(base)))
@@ -72,3 +72,16 @@ def test_the_shares_of_nvfp4s_gap_are_those_of_the_records() -> None:
             found.setdefault(name, []).append(f"{(value - bf16) / (nvfp4 - bf16):.2f}")
     best, control = ("{}, {} and {}".format(*found[name]) for name in ("best", "control"))
     assert f"`nvfp4_best` leaves {best} of `nvfp4`'s gap in seeds 1 to 3, the control {control}:" in text
+
+
+def test_the_gaps_of_the_model_of_experts_are_those_of_the_records() -> None:
+    text, gaps = (ROOT / "docs" / "research.md").read_text(), dict[str, list[float]]()
+    for seed in (1, 2, 3, 4):
+        recipes = ("bf16", "nvfp4", "nvfp4_nemotron_3")
+        losses = [sum(final_losses(f"moe_{name}_s{seed}", f"moe_s{seed}").values()) for name in recipes]
+        for name, loss in zip(recipes, losses, strict=True):
+            gaps.setdefault(name, []).append(100 * (loss / losses[0] - 1))
+    _, nvfp4, nemotron = (sum(found) / len(found) for found in gaps.values())
+    assert f"| `nvfp4` above BF16 | 0.7% [0.4, 1.1] | {nvfp4:.2f}% [" in text
+    assert f"**`nvfp4_nemotron_3` costs {nemotron:.2f}%**" in text
+    assert f"`nvfp4` costs {min(gaps['nvfp4']):.2f} to {max(gaps['nvfp4']):.2f}%" in text
