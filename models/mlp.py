@@ -35,6 +35,12 @@ def check_tiles(config: ModelConfig, key: str) -> None:
         raise ConfigError(f"model.{key}={size} is not a multiple of {_TILE}; use {size - extra + _TILE}")
 
 
+def tiles_of(config: ModelConfig, key: str) -> dict[str, tuple[int, int]]:
+    """As `Mixer.shared_by_tensor_ranks`: the tiles of `model.<key>`."""
+    size = getattr(config, key)
+    return {f"the {size // _TILE} tiles of {_TILE} in model.{key}": (size // _TILE, size)}
+
+
 def _named(up: str, down: str, config: ModelConfig) -> Sections:
     return {
         "up_proj.weight": [Section(f"{up}.weight", (config.ffn_dim, config.hidden_dim))],
@@ -87,8 +93,7 @@ class MLP(Mixer):
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        tiles = config.ffn_dim // _TILE
-        return {f"the {tiles} tiles of {_TILE} in model.ffn_dim": (tiles, config.ffn_dim)}
+        return tiles_of(config, "ffn_dim")
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:

@@ -19,7 +19,10 @@ For each sequence of S tokens there are two more losses, as in Megatron (`seq_au
     moe_z_loss / S sum_t(log sum_e exp(Wx)_te)^2
 
 Tokens are sorted by expert, and by their position within an expert. No token is dropped. With expert parallelism the
-rows travel to the ranks that have their experts, and back (parallel/expert_parallel.py).
+rows travel to the ranks that have their experts, and back (parallel/expert_parallel.py). Tensor-parallel ranks divide
+the experts too, but all have all tokens: each computes the rows of its own experts, the others' are zeros, and the
+ranks' results are summed. So an expert is never cut, and its codes are those of one rank. All choose the same experts;
+a rank has the part of the router's gradient that its own experts give.
 
 Shapes: t tokens, e experts, k experts of a token, n = t k rows that experts compute, d width.
 """
@@ -38,7 +41,16 @@ from torch.autograd import Function
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.expert_parallel import Exchange, NoExchange
-from megatron_fp4.parallel.layers import ColumnParallelLinear, GroupedLinear, Layout, RowParallelLinear
+from megatron_fp4.parallel.layers import (
+    ColumnParallelLinear,
+    GroupedLinear,
+    Layout,
+    RowParallelLinear,
+    enter_tensor_parallel,
+    gather_features,
+    leave_tensor_parallel,
+    scatter_features,
+)
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
@@ -46,7 +58,7 @@ from megatron_fp4.quantization.segments import Segments
 from models.execution import PLAIN, Execution, decided
 from models.initialization import Rule
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.mlp import MLP, GatedMLP, activation, check_tiles, gate_up_order, swiglu
+from models.mlp import MLP, GatedMLP, activation, check_tiles, gate_up_order, swiglu, tiles_of
 from models.positions import Documents
 from models.published import HuggingFaceBlock, MegatronBlock, Section, Sections
 
@@ -77,7 +89,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.weight = new_parameter((config.moe_num_experts, config.hidden_dim), mesh)
         self.register_buffer("bias", torch.empty(config.moe_num_experts))
 
@@ -85,13 +97,17 @@ class Router(nn.Module):
         return {"weight": lambda draws: draws.normal(self.config.init_std), "bias": lambda draws: 0.0}
 
     def forward(self, x_td: Tensor, sequence_length: int) -> Routing:
-        config = self.config
-        logits_te: Tensor = _Logits.apply(x_td, local_parameter(self.weight))
+        config, weight_ed = self.config, local_parameter(self.weight)
+        if not self.mesh.sequence_parallel:  # else the step sums the ranks' gradients
+            weight_ed = enter_tensor_parallel(weight_ed, self.mesh)
+        logits_te: Tensor = _Logits.apply(x_td, weight_ed)
         s_te = logits_te.sigmoid() if config.moe_score == "sigmoid" else logits_te.softmax(-1)
         expert_tk, counts_e, balanced_be = decided(lambda: self._choose(s_te.detach(), sequence_length))
         chosen_tk = s_te.gather(1, expert_tk)
         weight_tk = chosen_tk / (chosen_tk.sum(-1, keepdim=True) + _LEAST_SUM) * config.moe_scaling
         losses = []
+        if self.mesh.tensor.rank:  # of the losses, which all ranks have, the first one's gradient is enough
+            logits_te, s_te = logits_te.detach(), s_te.detach()
         if config.moe_aux_loss and torch.is_grad_enabled():
             p_be = _shares(s_te).unflatten(0, (-1, sequence_length)).sum(1)
             factor = config.moe_aux_loss * config.moe_num_experts / (config.moe_top_k * sequence_length**2)
@@ -180,6 +196,14 @@ class Order(NamedTuple):
         return cls(sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
 
 
+def held_rows(counts_e: Tensor, total: int, parts: int) -> int:
+    """The rows of the experts that one of `parts` tensor-parallel ranks has. Waits for the device if there are others.
+
+    counts_e: int64, the rows of each of these experts. total: rows of all experts.
+    """
+    return total if parts == 1 else int(counts_e.sum())
+
+
 def sum_of_rows(y_nd: Tensor, row_tk: Tensor, weight_tk: Tensor | None) -> Tensor:
     """[t, d]: the (weighted) sum of the rows of each token, added in FP32 in the order of the experts."""
     dtype = torch.promote_types(y_nd.dtype, torch.float32)
@@ -211,7 +235,7 @@ def weighted_swiglu(layout: Layout, groups: int, x_nf: Tensor, weight_n: Tensor)
 
 
 def dispatch(x_td: Tensor, token_n: Tensor, row_tk: Tensor, sum_rows: Callable[..., Tensor]) -> Tensor:
-    """The rows of an `Order`, [n, d]. sum_rows: `sum_of_rows`, compiled or not."""
+    """The rows of an `Order`, [n, d], or its first ones. sum_rows: `sum_of_rows`, compiled or not."""
     return _Dispatch.apply(x_td, token_n, row_tk, sum_rows)  # type: ignore[return-value]
 
 
@@ -227,7 +251,12 @@ class _Dispatch(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (row_tk,) = ctx.saved_tensors
-        return ctx.sum_rows(grad_outputs[0], row_tk, None), None, None, None
+        return ctx.sum_rows(_with_zeros(grad_outputs[0], row_tk.numel()), row_tk, None), None, None, None
+
+
+def _with_zeros(x_nd: Tensor, rows: int) -> Tensor:
+    """x and then zeros, [rows, d]."""
+    return x_nd if len(x_nd) == rows else F.pad(x_nd, (0, 0, 0, rows - len(x_nd)))
 
 
 class _Combine(Function):
@@ -383,7 +412,8 @@ class MoE(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        self.num_experts, self.before_down = config.moe_num_experts, config.moe_weight == "before_down"
+        self.mesh, self.num_experts = mesh, config.moe_num_experts
+        self.before_down = config.moe_weight == "before_down"
         self.router = Router(config, mesh)
         width, inner = _width(config), config.moe_ffn_dim
         latent = bool(config.moe_latent_dim)
@@ -392,7 +422,7 @@ class MoE(Mixer):
         self.experts_down = Experts(config, inner, width, mesh, config.init_std * config.num_blocks**-0.5)
         self.from_latent = RowParallelLinear(width, config.hidden_dim, mesh) if latent else None
         self.shared_experts = _ffn(config)(_shared(config), mesh, execution)
-        exchanged = mesh.experts is not None
+        exchanged = mesh.experts is not None or mesh.tensor.size > 1
         self._activation: Callable[..., Tensor] = activation(execution, rows_vary=exchanged)
         weighted = execution.pure(weighted_squared_relu, rows_vary=exchanged)
         self._weighted: Callable[..., Tensor] = execution.recomputed(weighted)
@@ -403,24 +433,28 @@ class MoE(Mixer):
         self._dispatch = execution.recomputed(dispatch)
         self._sum_rows, self._gradients = execution.pure(sum_of_rows), execution.pure(gradients_of_weighted)
         self._segments = execution.kernel("segments", Segments.of_experts)
+        self._held_rows = execution.kernel("held_rows", held_rows)
         self._exchange: Callable[..., Any] = NoExchange
         if mesh.experts is not None:
             self._exchange = partial(execution.kernel("exchange", Exchange), mesh.experts)
 
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Any:
-        routing = self.router(x_td, sequence_length)
-        order = Order.of(routing.expert_tk)
-        first_token = self.experts_up.context.step_state.captured_micro_batch * len(x_td)
-        exchange = self._exchange(routing.counts_e, first_token + order.token_n)
-        latent_td = x_td if self.to_latent is None else self.to_latent(x_td)
-        x_nd = self._dispatch(latent_td, order.token_n, order.row_tk, self._sum_rows)
+        all_td = enter_tensor_parallel(x_td, self.mesh)
+        routing = self.router(all_td, sequence_length)
+        expert_tk, counts_e = self._of_held(routing)
+        order, total = Order.of(expert_tk), expert_tk.numel()
+        first_token = self.experts_up.context.step_state.captured_micro_batch * len(all_td)
+        latent_td = all_td if self.to_latent is None else gather_features(self.to_latent(x_td), self.mesh)
+        token_n = order.token_n[: self._held_rows(counts_e, total, self.mesh.tensor.size)]
+        exchange = self._exchange(counts_e, first_token + token_n)
+        x_nd = self._dispatch(latent_td, token_n, order.row_tk, self._sum_rows)
         # The host waits for other ranks' counts here. The halves of the shared expert run beside the messages.
         segments = self._segments(exchange.counts, exchange.tokens, self.experts_up.first_expert, self.num_experts)
         x_nd = exchange.to_experts(x_nd)
         shared_tf = self.shared_experts.inner(x_td)
         inner_nf = self.experts_up(exchange.arrived(x_nd), segments)
         if self.before_down:
-            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()]
+            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()][: len(token_n)]
             weight_n = exchange.arrived(exchange.to_experts(weight_n[:, None]))[:, 0]
             inner_nf = self._weighted(inner_nf, weight_n)
         else:
@@ -428,11 +462,24 @@ class MoE(Mixer):
         y_nd = exchange.from_experts(self.experts_down(inner_nf, segments))
         shared_td = self.shared_experts.down_proj(shared_tf)
         weight_tk = None if self.before_down else routing.weight_tk
-        y_nd = exchange.arrived(y_nd, back=True)
+        y_nd = _with_zeros(exchange.arrived(y_nd, back=True), total)
         y_td = _Combine.apply(y_nd, weight_tk, order, self._sum_rows, self._gradients)
-        y_td = y_td if self.from_latent is None else self.from_latent(y_td)
+        if self.from_latent is None:
+            y_td = leave_tensor_parallel(y_td, self.mesh)
+        else:
+            y_td = self.from_latent(scatter_features(y_td, self.mesh))
         y_td = y_td + shared_td
         return y_td if routing.loss is None else (y_td, routing.loss)
+
+    def _of_held(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """`expert_tk` with the number of experts instead of those that other tensor-parallel ranks have, and `counts_e`
+        without these."""
+        ranks, held = self.mesh.tensor, self.experts_up.num_held
+        if ranks.size == 1:
+            return routing.expert_tk, routing.counts_e
+        is_held = routing.expert_tk // held % ranks.size == ranks.rank
+        counts_e = routing.counts_e.view(-1, ranks.size, held)[:, ranks.rank].flatten()
+        return routing.expert_tk.where(is_held, self.num_experts), counts_e
 
     def fp32_units(self) -> list[nn.Module]:
         return [self.router]
@@ -479,7 +526,13 @@ class MoE(Mixer):
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        return {"tensor-parallel parts of an expert": (1, 1)}
+        shared = dict(cls.shared_by_expert_ranks(config))
+        if config.moe_latent_dim:
+            shared |= tiles_of(config, "moe_latent_dim")
+        for what, (count, _) in _ffn(config).shared_by_tensor_ranks(_shared(config)).items():
+            key = what.replace("model.ffn_dim", "model.moe_shared_ffn_dim")
+            shared[key] = count, config.moe_shared_ffn_dim
+        return shared
 
     @classmethod
     def shared_by_expert_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:

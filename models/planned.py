@@ -34,7 +34,7 @@ def planned_execution(config: Config) -> Execution:
     fused = config.train.kernels != "torch" and config.precision.compute_dtype == "bfloat16"
     tiled = fused and config.model.head_dim in TILES
     kernels: dict[str, Callable[..., Any]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}
-    kernels |= {"segments": EvenSegments.of_experts, "exchange": EvenExchange}
+    kernels |= {"segments": EvenSegments.of_experts, "exchange": EvenExchange, "held_rows": even_rows}
     if fused:
         kernels |= {"scan": scan, "conv": conv}
     return Execution(kernels, one_kernel if fused else None, config.train.activation_checkpointing)
@@ -131,6 +131,11 @@ class EvenSegments(Segments):
     def counts_on_host(self) -> list[int]:
         count, rest = divmod(self.rows, len(self.counts))
         return [count + (number < rest) for number in range(len(self.counts))]
+
+
+def even_rows(counts_e: Tensor, total: int, parts: int) -> int:
+    """The same for the rows of tensor-parallel ranks."""
+    return total // parts
 
 
 class EvenExchange(Exchange):

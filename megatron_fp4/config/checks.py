@@ -62,12 +62,16 @@ def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tu
             f"ranks of this run; their product must be one of {_listed(_divisors(world_size))}"
         )
     for axis_key, counts in divided.items():
-        for key, (count, value) in counts.items():
-            if count % sizes[axis_key]:
-                fitting = [n for n in _divisors(world_size) if all(count % n == 0 for count, _ in counts.values())]
+        # Of what several axes divide, this one's share.
+        others = {key: [k for k in divided if k != axis_key and key in divided[k] and sizes[k] > 1] for key in counts}
+        shares = {key: count // math.prod(sizes[k] for k in others[key]) for key, (count, _) in counts.items()}
+        for key, (_, value) in counts.items():
+            if shares[key] % sizes[axis_key]:
+                fitting = [n for n in _divisors(world_size) if not any(share % n for share in shares.values())]
+                what = " / ".join((f"{key}={value}", *(f"parallel.{k}={sizes[k]}" for k in others[key])))
                 yield (
-                    f"parallel.{axis_key}={sizes[axis_key]} does not divide {key}={value}; sizes that work for this "
-                    f"model on {world_size} ranks: {_listed(fitting)}"
+                    f"parallel.{axis_key}={sizes[axis_key]} does not divide {what}; sizes that work for this model on "
+                    f"{world_size} ranks: {_listed(fitting)}"
                 )
 
 

@@ -12,6 +12,8 @@ scatters tokens while its GEMMs run (precision/linear.py). All other collectives
 
     enter_tensor_parallel   before a column-parallel layer: gives every rank all tokens with all features
     leave_tensor_parallel   after a row-parallel layer: sums partial results over the ranks
+    gather_features         after a column-parallel layer: gives every rank all features
+    scatter_features        before a row-parallel layer: sums partial results, and gives every rank its features
 
 Between layers a rank holds all tokens, or with sequence parallelism a contiguous slice of them. Sums are in the
 tensor's dtype (BF16 in training, as in the paper).
@@ -172,16 +174,18 @@ class RowParallelLinear(QuantizedLinear):
 
 
 class GroupedLinear(QuantizedLinear):
-    """y = x W^T of the experts of this rank, each with its own W, of which tensor-parallel ranks hold copies. The
-    recipe's blocks must divide both widths; the configuration check refuses others.
+    """y = x W^T of the experts of this rank, each with its own W. Expert-parallel ranks divide the experts, then
+    tensor-parallel ranks those. The recipe's blocks must divide both widths; the configuration check refuses others.
 
-    num_experts: of all ranks. first_expert: of this rank.
+    num_experts: of all ranks. first_expert, num_held: of this rank.
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
-        super().__init__(in_features, out_features, mesh, None, num_experts)
-        ranks = mesh.experts
-        self.first_expert = 0 if ranks is None else ranks.rank * (num_experts // ranks.size)
+        super().__init__(in_features, out_features, mesh, 0, num_experts)
+        ranks, tensor = mesh.experts, mesh.tensor
+        of_rank = num_experts if ranks is None else num_experts // ranks.size
+        self.num_held = of_rank // tensor.size
+        self.first_expert = (0 if ranks is None else ranks.rank * of_rank) + tensor.rank * self.num_held
         outputs = Span(self.first_expert * out_features)
         self.context = LinearContext(num_experts=num_experts, sharding=Sharding(outputs=outputs))
 
@@ -262,6 +266,20 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     return _Collective.apply(y_td, mesh, *pair)  # type: ignore[return-value]
 
 
+def gather_features(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """[tokens, dim / tp] -> [tokens, dim], ranks in order; gradients are summed over ranks."""
+    if mesh.tensor.size == 1:
+        return x_td
+    return _Collective.apply(x_td, mesh, _all_gather_features, _reduce_scatter_features)  # type: ignore[return-value]
+
+
+def scatter_features(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """[tokens, dim] -> [tokens, dim / tp], this rank's features of the sum over ranks."""
+    if mesh.tensor.size == 1:
+        return y_td
+    return _Collective.apply(y_td, mesh, _reduce_scatter_features, _all_gather_features)  # type: ignore[return-value]
+
+
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
     return start_all_gather(x_td, mesh.tensor.group, async_op=False).wait()
@@ -269,6 +287,14 @@ def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def _reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     return start_reduce_scatter(y_td, mesh.tensor.group, async_op=False).wait()
+
+
+def _all_gather_features(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    return all_gather_tokens(x_td.t(), mesh).t().contiguous()
+
+
+def _reduce_scatter_features(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    return _reduce_scatter_tokens(y_td.t(), mesh).t().contiguous()
 
 
 def _all_reduce(x: Tensor, mesh: ParallelMesh) -> Tensor:

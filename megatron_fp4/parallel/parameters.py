@@ -45,7 +45,7 @@ def new_parameter(
         placement = Shard(shard_dim)
     axes, placements = mesh.layers, [placement]
     if of_experts and mesh.experts is not None:
-        assert shape[0] % mesh.experts.size == 0 and shard_dim != 0, (shape, mesh.experts.size, shard_dim)
+        assert local[0] % mesh.experts.size == 0, (shape, mesh.experts.size, mesh.tensor.size)
         local[0] //= mesh.experts.size
         axes = mesh.joined(*axes_of(mesh.device_mesh, "experts"), *mesh.layers.mesh_dim_names or ())
         placements = [Shard(0), placement]

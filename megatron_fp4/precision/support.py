@@ -241,7 +241,7 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
         # If ranks split a transform's group, each would mix other features than one rank alone. Groups of rows (KV
         # heads, state groups) are padded one by one, and each is on one rank.
         linear, multiple = row.linear, tensor * block_alignment(row.recipe).group_outputs
-        shared = tensor > 1 and not linear.input_sharded and linear.groups == 1
+        shared = tensor > 1 and not linear.input_sharded and linear.groups == 1 and linear.experts == 1
         if row.recipe.dgrad.rht and shared and linear.out_features % multiple:
             raise ConfigError(
                 f"{linear.out_features} output features of {linear.title} are not a multiple of "

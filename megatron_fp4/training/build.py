@@ -156,7 +156,8 @@ def graphs_refusal(
     for plan in (plan for plan in plans if plan is not None):
         emulated = support.emulated_linears(plan, backend)
         for row in plan.rows:
-            experts = row.linear.experts > 1
+            if (experts := row.linear.experts > 1) and parallel.tensor > 1:
+                refusal = refusal or f"parallel.tensor={parallel.tensor} waits for how many tokens its experts get"
             if backend != "transformer_engine" or row.linear.name in emulated:
                 linears[row.recipe, experts] = None
             elif experts and row.recipe.quantized:  # for the others it has its own kernels

@@ -35,13 +35,16 @@ from tests.training.harness import launch, train_step, whole
 pytestmark = pytest.mark.slow(seconds=10)
 
 CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_dim=32, moe_shared_ffn_dim=32,
-                 moe_aux_loss=0.1, moe_latent_dim=16)  # fmt: skip
+                 moe_aux_loss=0.1, moe_latent_dim=32)  # fmt: skip
 MIXED = Layout(4, expert=2)
 LAYOUTS = [Layout(2, expert=2), MIXED, Layout(4, expert=4), Layout(4, expert=2, replicate=2)]
+TENSOR = [Layout(2, tensor=2), Layout(4, tensor=2, expert=2), Layout(4, tensor=2, sequence=False, reshard=True)]
 VARIANTS = {
     "nvfp4": ({"pattern": "ME/E/E", "mtp_use_repeated_layer": True}, "none"),
     "fp32": ({"pattern": "ME/E", "moe_weight": "before_down", "moe_activation": "swiglu"}, "block"),
     "quartet2": ({"moe_ffn_dim": 128, "moe_latent_dim": 128}, "selective"),
+    # Whose inputs have the same bits with tensor parallelism, but for the order of sums.
+    "nvfp4, no mixer before": ({"pattern": "-E", "moe_latent_dim": 0}, "none"),
 }
 IDENTITY = run_identity(Config(model=CONFIG), {"tokenizer": "one"})
 Result = tuple[list[float], list[float], dict[str, Tensor], Counter[str], dict[str, LinearMeasurement]]
@@ -51,9 +54,8 @@ def trained(rank: int, layout: Layout, precision: str) -> Result:
     """Losses and norms of two steps; gradients of the first one, and weights; digests of the operands of all quantized
     GEMMs of this rank in the first one; and what a probe measures in the second."""
     (changes, recompute), mesh, step_state = VARIANTS[precision], layout.mesh(), StepState(seed=11)
-    model, controller = controlled_model(
-        mesh, RECIPES[precision], step_state, replace(CONFIG, **changes), execution=Execution(recompute=recompute)
-    )
+    config, recipe = replace(CONFIG, **changes), RECIPES[precision.split(",")[0]]
+    model, controller = controlled_model(mesh, recipe, step_state, config, execution=Execution(recompute=recompute))
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     gradients, codes = dict[str, Tensor](), Counter[str]()
 
@@ -75,7 +77,7 @@ def trained(rank: int, layout: Layout, precision: str) -> Result:
             steps.append(train_step(model, optimizer, masked_micro_batches(1, mesh), mesh, step_state, step=1))
     found = probe.collect(list(controller.linears))
     experts = local(model.blocks[1].mixer.experts_up.weight)
-    assert len(experts) <= CONFIG.moe_num_experts // layout.expert
+    assert len(experts) <= CONFIG.moe_num_experts // (layout.expert * layout.tensor)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     return [s.loss for s in steps], [s.grad_norm for s in steps], gradients | weights, codes, found
 
@@ -99,7 +101,7 @@ def resumed(rank: int, layout: Layout, source: str | None, folder: str) -> dict[
 
 
 def test_a_checkpoint_means_the_same_at_every_expert_parallel_size(tmp_path: Path) -> None:
-    layouts, expected, source = [Layout(4, expert=2), Layout(2, expert=2), Layout(4, expert=4), ONE], {}, None
+    layouts, expected, source = [Layout(4, expert=2), *TENSOR, Layout(4, expert=4), ONE], {}, None
     for index, layout in enumerate(layouts):
         for tensors in launch(resumed, layout.world, layout, source, str(tmp_path / str(index))):
             expected = expected or tensors
@@ -112,7 +114,8 @@ def test_a_checkpoint_means_the_same_at_every_expert_parallel_size(tmp_path: Pat
 def runs() -> dict[tuple[Layout, str], list[Result]]:
     """(layout, precision) -> the results of each rank."""
     of_all = [(layout, precision) for layout in (ONE, MIXED) for precision in VARIANTS]
-    return launch_each(trained, *of_all, *((layout, "nvfp4") for layout in LAYOUTS if layout != MIXED))
+    of_tensor = [(layout, precision) for layout in TENSOR for precision in ("fp32", "nvfp4, no mixer before")]
+    return launch_each(trained, *of_all, *of_tensor, *((layout, "nvfp4") for layout in LAYOUTS if layout != MIXED))
 
 
 @pytest.mark.parametrize("precision", VARIANTS)
@@ -132,3 +135,16 @@ def test_experts_on_several_ranks_train_like_those_on_one(runs, precision: str) 
             assert other_norms == pytest.approx(norms, rel=1e-5)
             for name, tensor in tensors.items():
                 assert relative_error(other_tensors[name], tensor) < 1e-5, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "nvfp4, no mixer before"])
+def test_tensor_parallel_ranks_divide_the_experts(runs, precision: str) -> None:
+    """In the second step, one of two ranks has no token. One other code would change a gradient by 1e-4 or more."""
+    [(losses, norms, tensors, _, _)] = runs[ONE, precision]
+    for of_ranks in (runs[layout, precision] for layout in TENSOR):
+        for other_losses, other_norms, other_tensors, _, _ in of_ranks:
+            assert other_losses == pytest.approx(losses, rel=1e-6)
+            assert other_norms == pytest.approx(norms, rel=1e-5)
+            for name, tensor in tensors.items():
+                limit = 1e-5 if name.startswith("gradient") else 1e-4  # Adam doubles what an order of sums changes
+                assert relative_error(other_tensors[name], tensor) < limit, name

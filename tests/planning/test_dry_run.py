@@ -130,18 +130,18 @@ def test_messages_of_a_step(tp2_dp4):
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 1), (4, 2)])
+def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(ranks: int, tensor: int) -> None:
     """With two ranks, `ep` and the axis of all shards are the same ranks."""
     sizes: dict[str, Any] = {"moe_num_experts": 4, "moe_top_k": 2, "moe_ffn_dim": 64, "moe_shared_ffn_dim": 32}
-    (dry,) = run_each(ranks, configured("bf16", replace(MODEL, pattern="E", **sizes), expert=2))
-    rows, micro_batches, experts = 2 * 128, 64 // ranks, 2 * 2 * 64 * 64
+    (dry,) = run_each(ranks, configured("bf16", replace(MODEL, pattern="E", **sizes), expert=2, tensor=tensor))
+    rows, micro_batches, experts = 2 * 128 // tensor, 64 * tensor // ranks, 2 * 2 * 64 * 64
     # Counts; tokens; rows to the experts and back, and their gradients.
-    sent = {4 * 8: micro_batches, rows * 8: micro_batches, rows * 64 * 2: 4 * micro_batches}
+    sent = {4 * 8 // tensor: micro_batches, rows * 8: micro_batches, rows * 64 * 2: 4 * micro_batches}
     assert sizes_of(dry, "all-to-all", "ep") == sent
-    rest = (2 * 256 + 2 * 32 + 4 + 2) * 64  # embedding and head, shared expert, router, norms
+    rest = (2 * 256 + 2 * 32 + (4 + 2) * tensor) * 64  # embedding and head, shared expert, router and norms
     assert dry.memory.num_parameters == (2 * experts + rest) // ranks
-    assert sum(n * size for size, n in sizes_of(dry, "reduce-scatter", "dp").items()) == 4 * experts
+    assert sum(n * size for size, n in sizes_of(dry, "reduce-scatter", "dp").items()) == 4 * experts // tensor
 
 
 def test_resharding_gathers_more_often_and_holds_less(on_four):

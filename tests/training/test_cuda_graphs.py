@@ -332,6 +332,7 @@ MOE = ("model=moe_tiny", "model.nvfp4_bf16_blocks.last=0")
         # With square blocks; blocks of one row have a kernel.
         (["precision.fprop.weight.four_over_six=absolute"], "four_over_six=absolute is quantized by PyTorch"),
         ([*MOE, "precision.sums=blackwell"], "precision.sums=blackwell multiplies one expert after another"),
+        ([*MOE, "parallel.tensor=2"], "parallel.tensor=2 waits for how many tokens its experts get"),
         ([*MOE, "precision=nvfp4_quartet2"], "the recipe nvfp4_quartet2 quantizes one expert after another"),
         ([*MOE, "precision=fp8_block"], "the recipe fp8_block multiplies one expert after another"),
     ],
