@@ -126,13 +126,14 @@ class Router(nn.Module):
             choice_te = choice_te.masked_fill(~_in_best_groups(choice_te, config), float("-inf"))
         expert_tk = _best(choice_te, config.moe_top_k).sort(-1).values
         balanced_sk = _best(s_te, config.moe_top_k).unflatten(0, (-1, sequence_length)).flatten(1)
-        counts_e = count_tokens(expert_tk.view(1, -1), config.moe_num_experts)[0]
+        numbers_e = torch.arange(config.moe_num_experts, device=s_te.device)
+        counts_e = count_tokens(expert_tk.view(1, -1), numbers_e)[0]
         if self.load is not None:
             self.load += counts_e
         if self.entropy is not None:
             p_te = _shares(s_te)
             self.entropy -= torch.xlogy(p_te, p_te).sum(dtype=torch.float64)
-        return expert_tk, counts_e, count_tokens(balanced_sk, config.moe_num_experts)
+        return expert_tk, counts_e, count_tokens(balanced_sk, numbers_e)
 
     @torch.no_grad()
     def balance(self, load: Tensor) -> None:
@@ -176,24 +177,26 @@ def _in_best_groups(choice_te: Tensor, config: ModelConfig) -> Tensor:
     return mask_tg[..., None].expand_as(choice_tge).flatten(1)
 
 
-def count_tokens(expert_bn: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is in a row, [b, n] -> [b, num_experts], int64. Unlike bincount it waits for no GPU."""
-    return (expert_bn[..., None] == torch.arange(num_experts, device=expert_bn.device)).sum(1)
+def count_tokens(expert_bn: Tensor, numbers_e: Tensor) -> Tensor:
+    """How often each expert is in a row, [b, n] -> [b, e], int64. Unlike bincount it waits for no GPU."""
+    return (expert_bn[..., None] == numbers_e).sum(1)
 
 
 class Order(NamedTuple):
     """Rows of tokens, sorted by expert and then by token. token_n: the token of each row. row_tk: the rows of each
-    token. Both int64."""
+    token. expert_n: the expert of each row, int16. choice_n: its place in a flat [t, k]. The others are int64."""
 
     token_n: Tensor
     row_tk: Tensor
+    expert_n: Tensor
+    choice_n: Tensor
 
     @classmethod
     def of(cls, expert_tk: Tensor) -> Order:
         """The order of the rows of `Routing.expert_tk`."""
-        sorted_n = expert_tk.flatten().to(torch.int16).sort(stable=True).indices  # a quarter of a radix sort's passes
-        row_n = torch.empty_like(sorted_n).scatter_(0, sorted_n, torch.arange(len(sorted_n), device=sorted_n.device))
-        return cls(sorted_n // expert_tk.shape[1], row_n.view_as(expert_tk))
+        expert_n, choice_n = expert_tk.flatten().to(torch.int16).sort(stable=True)  # a quarter of a radix sort's passes
+        row_n = torch.empty_like(choice_n).scatter_(0, choice_n, torch.arange(len(choice_n), device=choice_n.device))
+        return cls(choice_n // expert_tk.shape[1], row_n.view_as(expert_tk), expert_n, choice_n)
 
 
 def held_rows(counts_e: Tensor, total: int, parts: int) -> int:
@@ -445,16 +448,18 @@ class MoE(Mixer):
         order, total = Order.of(expert_tk), expert_tk.numel()
         first_token = self.experts_up.context.step_state.captured_micro_batch * len(all_td)
         latent_td = all_td if self.to_latent is None else gather_features(self.to_latent(x_td), self.mesh)
-        token_n = order.token_n[: self._held_rows(counts_e, total, self.mesh.tensor.size)]
-        exchange = self._exchange(counts_e, first_token + token_n)
+        rows = self._held_rows(counts_e, total, self.mesh.tensor.size)
+        token_n = order.token_n[:rows]
+        position_n = torch.add(order.expert_n[:rows], first_token + token_n, alpha=self.num_experts)
+        exchange = self._exchange(counts_e, position_n)
         x_nd = self._dispatch(latent_td, token_n, order.row_tk, self._sum_rows)
         # The host waits for other ranks' counts here. The halves of the shared expert run beside the messages.
-        segments = self._segments(exchange.counts, exchange.tokens, self.experts_up.first_expert, self.num_experts)
         x_nd = exchange.to_experts(x_nd)
         shared_tf = self.shared_experts.inner(x_td)
+        segments = self._segments(exchange.counts, exchange.positions)
         inner_nf = self.experts_up(exchange.arrived(x_nd), segments)
         if self.before_down:
-            weight_n = routing.weight_tk.flatten()[order.row_tk.flatten().argsort()][: len(token_n)]
+            weight_n = routing.weight_tk.flatten()[order.choice_n[:rows]]
             weight_n = exchange.arrived(exchange.to_experts(weight_n[:, None]))[:, 0]
             inner_nf = self._weighted(inner_nf, weight_n)
         else:

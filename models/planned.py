@@ -143,7 +143,7 @@ class EvenExchange(Exchange):
 
     @cached_property
     def sent_and_received(self) -> tuple[list[int], list[int]]:
-        count, rest = divmod(len(self._token_n), self.ranks.size)
+        count, rest = divmod(len(self._position_n), self.ranks.size)
         rows = [count + (number < rest) for number in range(self.ranks.size)]
         return rows, rows
 

@@ -38,7 +38,6 @@ hundredths of a decibel, unless a few rows have most of the tensor's energy.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -403,7 +402,7 @@ class _ProbedSegments:
 
     def __init__(self, probe: Probe, call: GroupedCall, x: Tensor, y: Tensor) -> None:
         assert call.segments is not None
-        self.x, self.sources = x, call.segments.sources
+        self.x, self.segments, y = x, call.segments, call.segments.sort(y)
         self.calls: list[tuple[int, slice, ProbedCall]] = []
         for number, (rows, _) in enumerate(call.segments.sizes):
             if rows.start < rows.stop:
@@ -412,13 +411,15 @@ class _ProbedSegments:
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
         """As `ProbedCall.backward`."""
+        dx = None if dx is None else self.segments.sort(dx)
         for _, rows, probed in self.calls:
             probed.gradients(dy[rows], None if dx is None else dx[rows], wgrad=dw is not None)
         if dw is not None:
-            for expert, of_expert in itertools.groupby(self.calls, lambda one: one[0] // self.sources):
-                (_, first, probed), *others = of_expert
-                rows = slice(first.start, others[-1][1].stop if others else first.stop)
-                probed.weight_gradient(dy[rows], self.x[rows], local_part(dw)[expert])
+            for expert in range(self.segments.num_experts):
+                of_expert = [one for one in self.calls if one[0] % self.segments.num_experts == expert]
+                if of_expert:
+                    dy_x = [torch.cat([of[rows] for _, rows, _ in of_expert]) for of in (dy, self.x)]
+                    of_expert[0][2].weight_gradient(dy_x[0], dy_x[1], local_part(dw)[expert])
         self.calls.clear()
 
 

@@ -1,6 +1,6 @@
 """Expert parallelism: a rank has some of the experts, and computes the rows that the ranks of its group send them.
 
-    rows by expert, token    all-to-all    rows by source, expert, token    reordered    rows by expert, source, token
+    rows by expert, token    all-to-all    rows by source, expert, token
 
 The rows of one source for one expert are a segment (quantization/segments.py), so no result depends on how many ranks
 share the experts. Results take the way back. Each rank sends the numbers of its rows first, and the host waits for
@@ -26,23 +26,22 @@ class Exchange:
     A caller starts `to_experts` or `from_experts`, may launch other work, and calls `arrived` with what it got: on a
     GPU the messages run beside that work, and in the backward pass beside its backward pass.
 
-    counts: int64 [experts of this rank, sources], the rows that this rank receives.
+    counts: int64 [sources, experts of this rank], the rows that this rank receives.
     """
 
-    def __init__(self, ranks: Ranks, counts_e: Tensor, token_n: Tensor) -> None:
+    def __init__(self, ranks: Ranks, counts_e: Tensor, position_n: Tensor) -> None:
         """A collective, as are all methods.
 
-        counts_e: int64 [experts], rows of this rank for each expert. token_n: int64 [rows], the number of the token of
-        each row, which are sorted by expert; all ranks' numbers differ.
+        counts_e: int64 [experts], rows of this rank for each expert. position_n: int64 [rows], of each row, which are
+        sorted by expert (`Segments.of_experts`).
         """
-        self.ranks, self._token_n = ranks, token_n
+        self.ranks, self._position_n = ranks, position_n
         counts_re, ones = counts_e.view(ranks.size, -1), [1] * ranks.size
-        self._counts_se = start_exchange(counts_re, ones, ones, ranks.group).wait()
-        self.counts = self._counts_se.t().contiguous()
-        rows = torch.stack((counts_re.sum(1), self._counts_se.sum(1)))
-        self._rows, self._copied = rows.to("cpu", non_blocking=True), None
-        if rows.is_cuda:  # so that the host waits for the copy, not for what is launched after it
-            self._copied = torch.cuda.current_stream(rows.device).record_event()
+        self.counts = start_exchange(counts_re, ones, ones, ranks.group).wait()
+        counts = torch.stack((counts_re, self.counts))
+        self._on_host, self._copied = counts.to("cpu", non_blocking=True), None
+        if counts.is_cuda:  # so that the host waits for the copy, not for what is launched after it
+            self._copied = torch.cuda.current_stream(counts.device).record_event()
         self._pending: Pending | None = None
 
     @cached_property
@@ -50,14 +49,13 @@ class Exchange:
         """Rows for each rank, and from each. The host waits for them."""
         if self._copied is not None:
             self._copied.synchronize()
-        sent, received = self._rows.tolist()
+        sent, received = self._on_host.sum(2).tolist()
         return sent, received
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """int64 [received rows], the token of each, by expert, source and token."""
-        sent, received = self.sent_and_received
-        return start_exchange(self._token_n[:, None], sent, received, self.ranks.group).wait()[self._source, 0]
+    def positions(self) -> Tensor:
+        """int64 [received rows], of each."""
+        return start_exchange(self._position_n[:, None], *self.sent_and_received, self.ranks.group).wait()[:, 0]
 
     def to_experts(self, x_nd: Tensor) -> Tensor:
         """Start to send this rank's rows, sorted by expert, to the experts; returns what `arrived` takes."""
@@ -71,35 +69,25 @@ class Exchange:
         """The rows that this rank gets. started: by `to_experts`, or if rows come back, by `from_experts`."""
         return _Arrived.apply(started, self, back)  # type: ignore[return-value]
 
-    @cached_property
-    def _source(self) -> Tensor:
-        return _by_expert(self._counts_se, sum(self.sent_and_received[1]))
-
-    @cached_property
-    def _place(self) -> Tensor:
-        return self._source.argsort()
-
     def start(self, x_nd: Tensor, back: bool) -> Tensor:
         """Start to send rows. No others may be under way. Returns an empty tensor."""
         assert self._pending is None
         sent, received = self.sent_and_received
-        if back:
-            x_nd, sent, received = x_nd[self._place], received, sent
-        self._pending = start_exchange(x_nd, sent, received, self.ranks.group)
+        self._pending = start_exchange(x_nd, *((received, sent) if back else (sent, received)), self.ranks.group)
         return x_nd.new_empty(0)
 
-    def finish(self, back: bool) -> Tensor:
+    def finish(self) -> Tensor:
         """The rows of `start`, when they are there."""
         assert self._pending is not None
         rows, self._pending = self._pending.wait(), None
-        return rows if back else rows[self._source]
+        return rows
 
 
 class NoExchange:
     """Instead of an `Exchange`, if this rank has all experts."""
 
-    def __init__(self, counts_e: Tensor, token_n: Tensor) -> None:
-        self.counts, self.tokens = counts_e, token_n
+    def __init__(self, counts_e: Tensor, position_n: Tensor) -> None:
+        self.counts, self.positions = counts_e, position_n
 
     def to_experts(self, x_nd: Tensor) -> Tensor:
         """x_nd."""
@@ -123,7 +111,7 @@ class _Sent(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.finish(not ctx.back), None, None
+        return ctx.exchange.finish(), None, None
 
 
 class _Arrived(Function):
@@ -132,18 +120,8 @@ class _Arrived(Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, exchange: Exchange, back: bool) -> Tensor:
         ctx.exchange, ctx.back = exchange, back
-        return exchange.finish(back)
+        return exchange.finish()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         return ctx.exchange.start(grad_outputs[0], not ctx.back), None, None
-
-
-def _by_expert(counts_se: Tensor, rows: int) -> Tensor:
-    """Of rows sorted by source, expert and token, those in the order of expert, source and token. counts_se: int64
-    [sources, experts]. int64 [rows]."""
-    ends_se = counts_se.flatten().cumsum(0).view_as(counts_se)
-    counts_es, first_es = counts_se.t().flatten(), (ends_se - counts_se).t().flatten()
-    ends_es, row = counts_es.cumsum(0), torch.arange(rows, device=counts_se.device)
-    segment = torch.searchsorted(ends_es, row, right=True)
-    return first_es[segment] + row - (ends_es - counts_es)[segment]

@@ -177,7 +177,7 @@ class GroupedLinear(QuantizedLinear):
     """y = x W^T of the experts of this rank, each with its own W. Expert-parallel ranks divide the experts, then
     tensor-parallel ranks those. The recipe's blocks must divide both widths; the configuration check refuses others.
 
-    num_experts: of all ranks. first_expert, num_held: of this rank.
+    num_experts: of all ranks. num_held: of this rank.
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
@@ -185,8 +185,8 @@ class GroupedLinear(QuantizedLinear):
         ranks, tensor = mesh.experts, mesh.tensor
         of_rank = num_experts if ranks is None else num_experts // ranks.size
         self.num_held = of_rank // tensor.size
-        self.first_expert = (0 if ranks is None else ranks.rank * of_rank) + tensor.rank * self.num_held
-        outputs = Span(self.first_expert * out_features)
+        first_expert = (0 if ranks is None else ranks.rank * of_rank) + tensor.rank * self.num_held
+        outputs = Span(first_expert * out_features)
         self.context = LinearContext(num_experts=num_experts, sharding=Sharding(outputs=outputs))
 
     def forward(self, x_td: Tensor, segments: Segments) -> Tensor:

@@ -359,7 +359,7 @@ class EmulatedBackend(Backend):
             for number, (_, rows) in enumerate(segments.sizes):
                 if rows.start < rows.stop:
                     x, y = (side.part(1, rows, number) for side in sides)
-                    self.gemm(x, y, out_dtype, out[number // segments.sources])
+                    self.gemm(x, y, out_dtype, out[number % num_experts])
             return out
         dim = int(name == "dgrad")  # of b: experts share it
         size = right.shape[dim] // num_experts
@@ -369,7 +369,7 @@ class EmulatedBackend(Backend):
         out = torch.zeros(segments.rows, n, dtype=out_dtype, device=left.device)
         for number, (rows, padded) in enumerate(segments.sizes):
             if rows.start < rows.stop:
-                expert = number // segments.sources
+                expert = number % num_experts
                 weight = sides[1].part(dim, slice(expert * size, (expert + 1) * size), expert)
                 out[rows] = self.gemm(sides[0].part(0, padded, number), weight, out_dtype)[: rows.stop - rows.start]
         return out

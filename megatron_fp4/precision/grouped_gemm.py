@@ -36,10 +36,11 @@ def multiply_rows(
     """
     (n, k), (_, block_n, block_k) = per_expert, _ROWS_TILE
     a, in_rows = a.contiguous(), b.shape[1] == k
-    segment, first = segments.tiles
+    segment, tile_starts = segments.tiles
     out = torch.empty(segments.rows, n, dtype=out_dtype, device=a.device)
-    sizes = len(segments.counts), len(segment), n, k, k, (n * b.stride(0) if in_rows else k * b.stride(1)), *b.stride()
-    tensors = segment, first, segments.counts_and_rest, segments.starts, segments.padded_starts
+    strides = k, (n * b.stride(0) if in_rows else k * b.stride(1)), *b.stride()
+    sizes = segments.rows, len(segments.counts), len(segment), n, k, *strides
+    tensors = segment, segments.starts, segments.padded_starts, tile_starts
     launch(
         _ROWS,
         (len(segment) * -(-n // block_n),),

@@ -205,7 +205,8 @@ def _product(
 ) -> Tensor:
     """The product of a GEMM (`fprop`, `dgrad`, `wgrad`), as `Backend.gemm` computes it."""
     if call.segments is not None:
-        return call.backend.grouped_gemm(gemm, a, b, call.segments, out_dtype, total)
+        product = call.backend.grouped_gemm(gemm, a, b, call.segments, out_dtype, total)
+        return product if gemm == "wgrad" else call.segments.unsort(product)
     multiply = functools.partial(call.backend.gemm, a, b, out_dtype, total, groups)
     watcher = call.context.watcher
     return multiply() if watcher is None else watcher.product(gemm, multiply, (a, b), total, groups)

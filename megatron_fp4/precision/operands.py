@@ -452,16 +452,26 @@ class GroupedCall(LinearCall):
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
         super().__init__(context, weight, x)
-        num_experts, outputs, inputs = self._stored.shape
+        _, outputs, inputs = self._stored.shape
         self.backend = context.backend.of_experts(self.recipe, inputs, outputs)
         self.alignment = self.backend.alignment(self.recipe)
         self._stored, self.segments = self._stored.flatten(0, 1), self.backend.padded(segments, self.recipe)
-        first = context.sharding.outputs.at
-        assert isinstance(first, int)
-        self.experts = Segments.of_equal(outputs, num_experts, x.device, first).padded_to(self.alignment.outputs)
         self.padding = Padding(segments.rows, segments.rows, 1, RowGroups(outputs, outputs))
         if self.backend.draws_ours:
             self.micro_batch = 0  # tokens are numbered over all micro-batches
+
+    @functools.cached_property
+    def experts(self) -> Segments:
+        """The rows of the weight."""
+        outputs, first = self.padding.groups.kept, self.context.sharding.outputs.at
+        assert isinstance(first, int)
+        segments = Segments.of_equal(outputs, len(self._stored) // outputs, self.device, first)
+        return segments.padded_to(self.alignment.outputs)
+
+    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
+        """All rows of x or dy, in the order of the segments."""
+        assert self.segments is not None
+        return self.segments.sort(x)
 
     def place(self, tensor: str, all_tokens: bool = False) -> Place:
         """As `LinearCall.place`. all_tokens: no rank has a slice."""
@@ -474,7 +484,7 @@ class GroupedCall(LinearCall):
     def lone(self, number: int, x: Tensor) -> LinearCall:
         """A lone linear's call with the codes and results of a segment, whose rows are `x`. Waits for the device."""
         assert self.segments is not None
-        expert, (_, rows) = number // self.segments.sources, self.segments.sizes[number]
+        expert, (_, rows) = number % self.segments.num_experts, self.segments.sizes[number]
         weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]
         at = self.segments.padded_positions
         padded = slice(rows.start, rows.start + self.alignment.padded_tokens(len(x)))

@@ -174,7 +174,9 @@ class FusedFP4(Fused):
         if self._has_tensor_scale:
             all_reduce_maxima(self._amax, place.amax_groups)
             if segments is not None:
-                scales = tensor_decode_scale(self._amax[:-1].t().contiguous().view(torch.float32), self._scale_max)
+                amax = self._amax[:-1].view(torch.float32).t()
+                scales = torch.empty(amax.shape, device=x.device)
+                tensor_decode_scale(amax, self._scale_max, out=scales)
                 self.scales = {"columns": scales[0], "rows": scales[int(hadamard)]}
 
     @staticmethod
@@ -190,10 +192,9 @@ class FusedFP4(Fused):
     def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
         stochastic = columns_key is not None or rows_key is not None
         if self._has_tensor_scale:
-            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-            if self._segments is not None:  # and rows after all segments
-                size = len(self._segments.counts) + 1, 2
-                self._amax = torch.zeros(size, dtype=torch.int32, device=self.x.device)
+            # With segments also of the rows after all of them.
+            size = (2,) if self._segments is None else (len(self._segments.counts) + 1, 2)
+            self._amax = torch.zeros(size, dtype=torch.int32, device=self.x.device)
         elif not stochastic:
             return
         if stochastic:
@@ -340,7 +341,6 @@ def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, i
     if key is None:
         return 0, 0
     bits = 0 if key.device is not None else key.key
-    spans = key.place.rows, key.place.columns.blocks(2 * columns_apart)
-    row, pair = (span.at if isinstance(span.at, int) else 0 for span in spans)
-    starts = (row * GOLDEN + bits, pair * GOLDEN + (bits >> 32))
+    row, column = (span.at if isinstance(span.at, int) else 0 for span in (key.place.rows, key.place.columns))
+    starts = (row * GOLDEN + bits, column // (2 * columns_apart) * GOLDEN + (bits >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

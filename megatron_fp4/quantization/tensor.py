@@ -134,10 +134,12 @@ def scale_blocks(values: Tensor, factors: Tensor) -> Tensor:
     return (values.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
 
 
-def tensor_decode_scale(amax: Tensor, scale_max: float, code_max: float = E2M1_MAX) -> Tensor:
+def tensor_decode_scale(
+    amax: Tensor, scale_max: float, code_max: float = E2M1_MAX, out: Tensor | None = None
+) -> Tensor:
     """FP32 factor from NVFP4's `code * block scale` to real values: amax / (code_max * scale_max)."""
     # The divisor is a tensor, because on CUDA PyTorch divides by a Python number by multiplying with its reciprocal.
-    return amax / torch.full_like(amax, code_max * scale_max)
+    return torch.div(amax, torch.full_like(amax, code_max * scale_max), out=out)
 
 
 def all_reduce_maxima(bits: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -109,24 +109,27 @@ def test_the_self_test_finds_experts_that_share_a_scale(monkeypatch):
     assert faults() == []
 
 
-@pytest.mark.parametrize("counts", [[[3, 17], [0, 0], [32, 0], [0, 130]], [[3, 1]] * 66], ids=["few", "many"])
+@pytest.mark.parametrize("counts", [[[3, 0, 32, 0], [17, 0, 0, 130]], [[3] * 66, [1] * 66]], ids=["few", "many"])
 def test_experts_equal_the_emulation_up_to_the_order_of_sums_and_add_gradients(counts):
     """Those of several sources have one scale; a grouped kernel takes 64 experts; one row follows all segments."""
     counted, inputs, outputs = torch.tensor(counts), 128, 256
     x, w, dy = (t.bfloat16() for t in ref.tensors(int(counted.sum()) + 1, inputs, outputs))
-    w = torch.stack([w.roll(expert, 0) * 2.0 ** (expert % 5) for expert in range(len(counts))])
+    w = torch.stack([w.roll(expert, 0) * 2.0 ** (expert % 5) for expert in range(len(counts[0]))])
     segments, found = Segments.of_experts(counted, torch.arange(len(x))), []
+    *parts, last = torch.arange(len(x)).split([*counted.flatten().tolist(), 1])
+    order = torch.cat([*(parts[i] for expert in range(len(w)) for i in (expert, len(w) + expert)), last])
+    alone = Segments.of_experts(counted.sum(0), order)
     with stand_in.installed():
-        for backend, of in ((EMULATED, segments.by_expert), (te.TransformerEngineBackend(), segments)):
+        for backend, of in ((EMULATED, alone), (te.TransformerEngineBackend(), segments)):
             weight, steps = torch.nn.Parameter(w.float()), []
             for micro_batch in range(2):
                 context = ref.context_of(ref.nearest(NVFP4), backend=backend)
-                given = (x * (1 + micro_batch)).requires_grad_()
-                y = grouped_linear(given, weight, context, of)
-                y.backward(dy)
-                steps += [y.detach(), given.grad]
+                given, rows = (x * (1 + micro_batch)).requires_grad_(), order if of is alone else slice(None)
+                y = grouped_linear(given[rows], weight, context, of)
+                y.backward(dy[rows])
+                steps += [y.detach()[order.argsort()] if of is alone else y.detach(), given.grad]
             found.append([*steps, weight.grad])
-        assert [len(rows) for rows in stand_in.SPLITS] == 4 * ([3] if len(counts) == 4 else [64, 2])
+        assert [len(rows) for rows in stand_in.SPLITS] == 4 * ([3] if len(w) == 4 else [64, 2])
     for expected, actual in zip(*found, strict=True):
         bound = 2**-7 if actual.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(actual, expected, rtol=bound, atol=bound / 8 * float(expected.abs().max()))

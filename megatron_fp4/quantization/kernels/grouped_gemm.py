@@ -17,7 +17,7 @@ from megatron_fp4.quantization.kernels.arithmetic import as_long
 GROUP_M = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def rows_kernel(
     a_ptr,  # BF16 [padded rows, K]
     b_ptr,  # BF16, [N, K] for each expert
@@ -25,10 +25,10 @@ def rows_kernel(
     scale_a_ptr,  # FP32 [segments], with SCALE_A
     scale_b_ptr,  # FP32 [experts], with SCALE_B
     segment_ptr,  # int64 [tiles]: the segment of BLOCK_M rows; num_segments: rows after all of them, which are zero
-    first_ptr,  # int64 [tiles]: their first row within it
-    counts_ptr,  # int64 [segments + 1]: rows of each segment, and rows after all of them
-    starts_ptr,  # int64 [segments + 1]: first row of each segment ...
+    starts_ptr,  # int64 [segments + 1]: first row of each segment, end of the last ...
     padded_starts_ptr,  # ... with padding
+    tile_starts_ptr,  # ... if all were padded to tiles
+    num_rows,
     num_segments,
     num_tiles,
     N,
@@ -54,9 +54,10 @@ def rows_kernel(
     tile = group * GROUP_M + within % group_tiles
     column = (within // group_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     segment = tl.load(segment_ptr + tile)
-    row = tl.load(first_ptr + tile) + tl.arange(0, BLOCK_M)
-    count = tl.load(counts_ptr + segment)
-    expert = segment // SOURCES
+    row = tile * BLOCK_M - tl.load(tile_starts_ptr + segment) + tl.arange(0, BLOCK_M)
+    start = tl.load(starts_ptr + segment)
+    count = tl.load(starts_ptr + segment + 1, segment < num_segments, num_rows) - start
+    expert = segment % (num_segments // SOURCES)
     inner = tl.arange(0, BLOCK_K)
     a_row = tl.load(padded_starts_ptr + segment) + tl.minimum(row, count - 1)
     a_ptrs = a_ptr + (a_row * stride_a)[:, None] + inner[None, :]
@@ -77,8 +78,7 @@ def rows_kernel(
         b_ptrs += as_long(BLOCK_K * stride_k)
     if SCALE_A or SCALE_B:
         acc = acc * scale_of(scale_a_ptr, scale_b_ptr, segment, expert, SCALE_A, SCALE_B, segment < num_segments)
-    out_row = tl.load(starts_ptr + segment) + row
-    out_ptrs = out_ptr + (out_row * N)[:, None] + column[None, :]
+    out_ptrs = out_ptr + ((start + row) * N)[:, None] + column[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), (row < count)[:, None] & column_mask)
 
 
@@ -112,7 +112,7 @@ def weights_kernel(
     row_mask, column_mask = row < M, column < N
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for source in range(SOURCES):
-        segment = expert * SOURCES + source
+        segment = source * (tl.num_programs(0) // tiles) + expert
         start = tl.load(padded_starts_ptr + segment)
         size = (tl.load(padded_starts_ptr + segment + 1) - start).to(tl.int32)
         inner = tl.arange(0, BLOCK_K)
