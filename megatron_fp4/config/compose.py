@@ -41,6 +41,8 @@ _SEVERAL = "experiment"
 NAMES_DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
 _OF_THE_MODEL = ("model.", "precision.", "after_switch.")
 _OF_A_START = ("run.dir", "checkpoint.", "logging.")
+# What a name leaves out of an exception.
+_UNSET = asdict(ExceptionConfig(precision=""))
 # The keys that define a recipe.
 _OF_RECIPES = tuple(
     f"precision.{key}" for key in ("amax", "rht_signs", "fp8_", "fprop", "dgrad", "wgrad", "bf16_blocks", "exceptions")
@@ -330,6 +332,8 @@ def _with_changes_in_name(config: Config, changes: Sequence[Override], folders: 
     for key, value in changed.items():
         if key.startswith("dgrad.weight.") and changed.get(key.replace("dgrad", "fprop")) == value:
             continue  # the same as fprop's
+        if key == "exceptions":
+            value = [{name: item for name, item in each.items() if item != _UNSET.get(name)} for each in value]
         secret = any(at.startswith(f"precision.{key}") for at in config.from_environment)
         texts.append(f"{key}={'...' if secret else shown(value)}")
     return replace(precision, name=WITH.join([name, " ".join(texts)]) if texts else name)

@@ -79,6 +79,8 @@ def test_the_name_of_a_changed_recipe_lists_its_changes(monkeypatch: pytest.Monk
     assert one.precision.name == "nvfp4 with fprop.weight.block=1x16"
     assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.name == "mxfp8"
     assert make("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
+    given = "exceptions=[{names: [head], precision: mxfp8}]"
+    assert make(f"precision.{given}").precision.name == f"nvfp4 with {given}"
 
 
 def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
