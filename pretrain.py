@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data import provider as data
+from exchange.architectures import export_command
 from exchange.exports import Exports, KeptTokenizer, last_exportable
 from inference.prompts import Prompts
 from megatron_fp4.config.checks import check_launch
@@ -166,7 +167,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))) if config.checkpoint.export_interval else None,
         LiveReport(config.logging.report_minutes) if config.logging.report and config.logging.report_minutes else None,
-        Summary(),
+        Summary(export_command(config.model)),
         Profile() if config.logging.profile_steps else None,  # innermost: it measures only the step
     ]
     return [callback for callback in callbacks if callback is not None]

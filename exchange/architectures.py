@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from exchange.megatron_model import arguments_of
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
 from models.mixer import Mixer
@@ -62,6 +64,17 @@ def architecture_of(config: ModelConfig) -> str:
     if problem:
         raise ValueError(f"{no_architecture}model.rope=true, but {NEMOTRON_H} attends without positions; {problem}")
     return alternating[0]
+
+
+def export_command(config: ModelConfig) -> str | None:
+    """The command of scripts/convert.py that exports such a model, `export-hf` if both can; None: neither can."""
+    with suppress(ValueError):
+        architecture_of(config)
+        return "export-hf"
+    with suppress(ValueError):
+        arguments_of(config, sequence_length=1, bf16=True)
+        return "export-megatron"
+    return None
 
 
 def sections_of(config: ModelConfig) -> dict[str, list[Section]]:

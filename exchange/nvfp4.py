@@ -93,7 +93,7 @@ def trained_plan(
     """
     if checkpoint.weights_only:
         raise ValueError(
-            f"{checkpoint.folder} has weights that no run has trained; use --format hf, or bf16 of export-gguf"
+            f"{checkpoint.folder} has weights that no run has trained; use --format hf (export-gguf: bf16)"
         )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
     in_effect = plan_in_effect(plans, switched_at)
@@ -113,11 +113,11 @@ def trained_plan(
     if switched_at and not chosen.nvfp4_linears() and before.nvfp4_linears():
         raise ValueError(
             f"this checkpoint is after the precision switch (before step {switched_at + 1}), so its forward pass has "
-            "no NVFP4 weights; give an earlier checkpoint, --format hf or bf16 of export-gguf, or --plan before (the "
-            "plan before the switch, which the last steps did not use)"
+            "no NVFP4 weights; give an earlier checkpoint, --format hf (export-gguf: bf16), or --plan before (the plan "
+            "before the switch, which the last steps did not use)"
         )
     if problem := refusal(chosen, layout):
-        raise ValueError(f"{problem}; export BF16 weights (--format hf, or bf16 of export-gguf)")
+        raise ValueError(f"{problem}; export BF16 weights (--format hf; export-gguf: bf16)")
     return chosen
 
 

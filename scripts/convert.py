@@ -31,6 +31,7 @@ import yaml
 from data.indexed import document_tokens_text
 from data.tokenizer import TextTokenizer
 from exchange import gguf
+from exchange.architectures import architecture_of, export_command
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import NVFP4Weights, export_hf
@@ -124,6 +125,11 @@ def export_hf_command(options: argparse.Namespace) -> int:
         raise ValueError(f"--dtype {options.dtype}: with --format {options.format} the rest is bfloat16; leave it out")
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     check_output(options.output, checkpoint.folder)
+    try:
+        architecture_of(checkpoint.config.model)
+    except ValueError as error:
+        other = export_command(checkpoint.config.model)
+        raise ValueError(f"{error}; use {other}" if other else str(error)) from error
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
     if options.format != "hf":
         layout, inputs = FORMATS[options.format], None

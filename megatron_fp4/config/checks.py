@@ -56,10 +56,12 @@ def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tu
     summed = [setting for setting in summed if not setting.endswith("=1")]
     if len(summed) > 1 and not config.parallel.reproducible:  # which sums them itself, without FSDP2
         yield f"{' and '.join(summed)}: gradients are summed over one such axis beside the shards; set the others to 1"
-    if world_size % math.prod(sizes.values()):
+    if world_size % (product := math.prod(sizes.values())):
+        ranks = "one rank" if world_size == 1 else f"{world_size} ranks"
         yield (
-            f"{' x '.join(f'parallel.{key}={size}' for key, size in sizes.items())} does not divide the {world_size} "
-            f"ranks of this run; their product must be one of {_listed(_divisors(world_size))}"
+            f"{' x '.join(f'parallel.{key}={size}' for key, size in sizes.items())} does not divide the {ranks} of "
+            f"this run; their product must be one of {_listed(_divisors(world_size))}, or the ranks a multiple of "
+            f"{product}"
         )
     for axis_key, counts in divided.items():
         # Of what several axes divide, this one's share.

@@ -333,7 +333,7 @@ def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, 
         milliseconds = [f"{1e3 * part:,.0f}" if part >= 0.1 else f"{1e3 * part:.3g}" for part in parts]
         row = (phase.name, batch, *milliseconds, time.bound, f"{tokens / time.seconds / ranks:,.0f}")
         rows.setdefault((phase.batch_size, phase.sequence_length), row)
-    numbers = ["compute>", "waited for messages>", "all messages>", "host>", "step>", "bound by>", "tokens/s a rank>"]
+    numbers = ["compute>", "waited for messages>", "busiest axis>", "host>", "step>", "bound by>", "tokens/s a rank>"]
     return tables.make_table("Time of a step, in ms", ["phase", "batch", *numbers], [*rows.values()])
 
 

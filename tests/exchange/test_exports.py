@@ -3,6 +3,7 @@ exporter; and pretrain.py with exports."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import typing
@@ -26,6 +27,7 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.checkpoint.files import FileRecord, Manifest
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
 from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.training.callbacks.reporting import Summary, next_steps
 from scripts import convert
 from tests.composing import composed, plans_of
 from tests.distributed.one_rank import names
@@ -248,6 +250,20 @@ def test_what_cannot_be_exported_is_refused_before_the_run(overrides: list[str],
     with pytest.raises(ConfigError) as error:
         last_exportable(config(*overrides), plans_of(config(*overrides)))
     assert "\n" not in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ([], ["export-hf"]),
+        (["model.moe_activation=swiglu"], ["export-megatron"]),
+        (["model.moe_activation=swiglu", "model.moe_score=softmax"], []),
+    ],
+)
+def test_a_finished_run_proposes_an_export_that_its_model_has(overrides: list[str], found: list[str]) -> None:
+    config = composed("model=moe_tiny", *overrides)
+    [summary] = [callback for callback in pretrain.callbacks_of(config) if isinstance(callback, Summary)]
+    assert re.findall(r"export-\w+", "\n".join(next_steps(config, summary.export))) == found
 
 
 def test_the_export_command_has_every_format_of_the_schema() -> None:

@@ -29,6 +29,7 @@ from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.schema import ModelConfig
 from models.published import shape_of
 from pretrain import CONFIGS
+from scripts import convert
 from tests.checkpoint.test_saves import Command
 from tests.exchange.models import checkpoint_of
 
@@ -146,6 +147,11 @@ def test_an_export_imported_again_has_the_same_weights_and_settings(
         assert getattr(back.config.model, key) == getattr(checkpoint.config.model, key), key
     rows = MegatronFolder(tmp_path / "theirs").tensor("output_layer.weight", (7, checkpoint.config.model.hidden_dim))
     assert torch.equal(rows, checkpoint.tensor("head.weight")[:7].to(dtype).float())
+
+
+def test_what_only_megatron_has_is_refused_with_its_command(checkpoints: Any, tmp_path: Path, capsys: Any) -> None:
+    assert convert.main(["export-hf", str(checkpoints["gated experts"].folder), str(tmp_path / "hf")]) == 2
+    assert "nemotron_h has only squared_relu; use export-megatron" in capsys.readouterr().err
 
 
 def test_flags_survive_a_shell(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
     ("overrides", "options", "problem"),
     [
         (["precision=bf16"], {}, "no linear was trained with NVFP4 weights (they are in bf16)"),
-        (["precision=mxfp4", *WIDE], {}, "(they are in mxfp4); export BF16 weights (--format hf, or bf16"),
+        (["precision=mxfp4", *WIDE], {}, "(they are in mxfp4); export BF16 weights (--format hf; export-gguf"),
         (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic gives other codes"),
         (["precision.fprop.rht=16"], {}, "fprop.rht=16 transforms the weights"),
         ([SECTIONS], {}, "blocks.0.mixer.in_proj[x,B,C,dt] has a tensor scale of its own, but engines"),

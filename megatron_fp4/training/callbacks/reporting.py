@@ -156,7 +156,10 @@ class Records(Callback):
 
 class Summary(Callback):
     """After a finished run has closed its records, prints a table and writes summary.json and loss.png. A disk that
-    refuses these files is not an error."""
+    refuses these files is not an error. export: the command of scripts/convert.py that it proposes, if any."""
+
+    def __init__(self, export: str | None = None) -> None:
+        self.export = export
 
     def lacking(self, done: int) -> list[str]:
         run_dir = Path(self.trainer.config.run.dir)
@@ -199,7 +202,7 @@ class Summary(Callback):
         names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
         files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
         console.table(facts_table("Finished", {**facts, "files": files}))
-        console.text("\n    ".join(["What to do next:", *next_steps(config)]))
+        console.text("\n    ".join(["What to do next:", *next_steps(config, self.export)]))
 
 
 def _draw(run_dir: Path, baseline: str | None) -> None:
@@ -213,13 +216,13 @@ def _draw(run_dir: Path, baseline: str | None) -> None:
         raise
 
 
-def next_steps(config: Config) -> list[str]:
-    """Commands to run after a finished run, as one types them in the current folder."""
+def next_steps(config: Config, export: str | None) -> list[str]:
+    """Commands to run after a finished run, as one types them in the current folder. export: as in `Summary`."""
     run_dir = Path(config.run.dir)
     run, exported = (shlex.quote(text) for text in (str(run_dir), os.path.join("exported", run_dir.resolve().name)))
     if config.data.cache_dir:
         run = f"--trust-config {run}"  # commands do not open the paths that a configuration names, except with it
-    commands = [("convert", f"export-hf {run} {exported}")]
+    commands = [("convert", f"{export} {run} {exported}")] if export else []
     if config.data.kind == "builtin" or config.data.tokenizer is not None:
         prompt = shlex.quote((config.validation.prompts or ["Once"])[0])
         commands.insert(0, ("generate", f"{run} --prompt {prompt}"))
