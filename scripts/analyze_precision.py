@@ -126,9 +126,10 @@ def health(options: argparse.Namespace) -> int:
             f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}); give a "
             "checkpoint from before it"
         )
-    for axis in ("tensor", "expert"):
-        if (size := getattr(config.parallel, axis)) > 1:
-            raise ConfigError(f"parallel.{axis}={size}: --health compares whole linears; give parallel.{axis}=1")
+    sizes = {f"parallel.{axis}": getattr(config.parallel, axis) for axis in ("tensor", "expert")}
+    if divided := [key for key, size in sizes.items() if size > 1]:
+        given = " ".join(f"{key}={sizes[key]}" for key in divided)
+        raise ConfigError(f"{given}: --health compares whole linears; add {' '.join(f'{key}=1' for key in divided)}")
     run, probe = loaded(config, checkpoint), SpecifiedProbe()
     in_4_bits = losses(run, manifest.step, options.micro_batches, probe)
     with run.precision.other_recipes(lambda recipe: BF16):

@@ -94,7 +94,7 @@ def test_wrong_input_gives_one_line_before_measuring(checkpoint: Path, tmp_path:
             (checkpoint, ["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none"),
             (tmp_path / "none", [], "is not a folder"),
             (damaged, ["--budget", "0.5"], "is damaged"),
-            (checkpoint, ["--health", "parallel.tensor=2"], "parallel.tensor=2: --health compares whole linears"),
+            (checkpoint, ["--health", "parallel.tensor=2", "parallel.expert=2"], "parallel.tensor=1 parallel.expert=1"),
         ):
             assert analyze(given, *arguments) == 2
             assert message in error_line(capsys, "analyze_precision.py")

@@ -171,7 +171,7 @@ ON_GPUS = [
         4,
         "parallel.tensor=3 x parallel.expert=1 x parallel.replicate=1 does not divide the 4 ranks of",
     ),
-    (["parallel.tensor=2"], 1, "the one rank of this run; their product must be one of 1, or the ranks a multiple of 2"),
+    (["parallel.tensor=2"], 1, "one rank of this run; their product must be one of 1, or the ranks a multiple of 2"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
     (["parallel.tensor=2", "parallel.expert=8", "model=moe_tiny"], 16, "moe_num_experts=8 / parallel.expert=8; sizes"),
