@@ -160,7 +160,7 @@ RECIPES = [
     (["precision=nvfp4_best", "precision.sums=blackwell"], ".precision=mxfp8: precision.fprop multiplies mxfp8"),
     (["precision.sums=blackwell", "precision.fprop.weight.format=bf16"], "precision.fprop multiplies nvfp4 and bf16"),
     (["precision.sums=blackwell", "precision.wgrad.activation.source=codes", "precision.wgrad.rht=0"], "source=codes"),
-    ("model.hidden_dim=200", "model.hidden_dim=200"),
+    ("model.hidden_dim=200", "is not a multiple of 16, as its format or transform requires; use a multiple, or choose"),
     (["model.hidden_dim=64", "precision=fp8_block"], "is not a multiple of 128"),
     (TE, "this run is on cpu", "precision.backend=emulated"),
 ]

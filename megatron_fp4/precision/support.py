@@ -236,7 +236,7 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
     the input features of some linears. backend: as in `precision.backend`.
     """
     if problem := _size_problem(plan, tensor, block_alignment):
-        raise ConfigError(f"{problem}, as its format or transform requires; use one, or choose another format")
+        raise ConfigError(f"{problem}, as its format or transform requires; use a multiple, or choose another format")
     for row in plan.rows:
         # If ranks split a transform's group, each would mix other features than one rank alone. Groups of rows (KV
         # heads, state groups) are padded one by one, and each is on one rank.
@@ -246,7 +246,7 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             raise ConfigError(
                 f"{linear.out_features} output features of {linear.title} are not a multiple of "
                 f"parallel.tensor={tensor} x {multiple // tensor} = {multiple}, as {row.key}.dgrad.rht="
-                f"{row.recipe.dgrad.rht} requires; use one, fewer ranks, or a smaller transform"
+                f"{row.recipe.dgrad.rht} requires; use a multiple, fewer ranks, or a smaller transform"
             )
         if linear.experts > 1 and backend == "torch":
             raise ConfigError(
@@ -256,10 +256,11 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
         if linear.experts > 1 and linear.out_features % (outputs := block_alignment(row.recipe).outputs):
             raise ConfigError(
                 f"{linear.out_features} output features of {linear.title} are not a multiple of {outputs}, as experts "
-                f"need with the blocks of {row.key}={row.recipe.name}; use one, or choose another format"
+                f"need with the blocks of {row.key}={row.recipe.name}; use a multiple, or choose another format"
             )
     if backend == "transformer_engine" and (problem := _size_problem(plan, tensor, te.alignment)):
-        raise ConfigError(f"{problem}, as precision.backend={backend} requires; use one, or precision.backend=emulated")
+        remedy = "use a multiple, or precision.backend=emulated"
+        raise ConfigError(f"{problem}, as precision.backend={backend} requires; {remedy}")
 
 
 def refuse_emulated_experts(plan: Plan, backend: str) -> None:
