@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.ms_eden import encode_ms_eden
-from megatron_fp4.quantization.rounding import round_e4m3_stochastic, rounding_draws, rounding_key
+from megatron_fp4.quantization.rounding import rounding_draws, rounding_key
 from tests.quantization.oracle import E2M1, E4M3, nearest
 
 KEY = rounding_key("draws")
@@ -52,7 +52,8 @@ def test_codes_and_scales_are_those_of_the_paper(case):
     if case == "of many magnitudes":
         x = x * torch.exp2(torch.arange(384).div(16, rounding_mode="floor") % 24 - 12.0)
     if case == "tiny blocks":
-        x[:, :200] *= 2.0**-20
+        x[:, :100] *= 2.0**-20
+        x[:, 100:200] *= 2.0**-15  # their scales are subnormal
     uniform = rounding_draws(KEY, 24, 24, "cpu").double().numpy()
     codes, scales, decode_scale = ms_eden_in_fp64(x.double().numpy(), uniform)
     encoded = encode_ms_eden(x, KEY)
@@ -61,21 +62,6 @@ def test_codes_and_scales_are_those_of_the_paper(case):
     assert (encoded.elements.double().numpy() != codes).mean() < 1e-3
     assert (encoded.scales.double().numpy() != scales).mean() < 1e-2
     assert len(np.unique(scales)) > 20 or case == "normal"
-
-
-def test_only_scales_are_drawn():
-    one, other = (encode_ms_eden(normal(8, 512), key) for key in (KEY, rounding_key("others")))
-    assert torch.equal(one.codes, other.codes)
-    assert (one.scales.view(torch.uint8) != other.scales.view(torch.uint8)).float().mean() > 0.05
-
-
-@pytest.mark.parametrize("value", [0.0, 2.0**-9, 3 * 2.0**-9, 1.0625, 300.0, 448.0])
-def test_scales_are_rounded_stochastically_to_their_neighbours(value):
-    draws = (torch.arange(2**15) * 2 + 1) * 2.0**-16
-    rounded = round_e4m3_stochastic(torch.full_like(draws, value), draws)
-    low, high = E4M3[np.searchsorted(E4M3, value, "right") - 1], E4M3[np.searchsorted(E4M3, value)]
-    assert set(rounded.unique().tolist()) == {low, high}
-    assert rounded.double().mean().item() == pytest.approx(value, abs=2.0**-15 * (high - low))
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
