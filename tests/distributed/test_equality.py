@@ -1,37 +1,18 @@
-"""Loss, gradients, weights, codes, gradient norm and generated texts of a model on every mesh are those of one process;
-and ranks multiply by the weights that are exported."""
+"""Loss, gradients, weights, codes, gradient norm and generated texts of a model on every mesh are those of one
+process."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from exchange.nvfp4 import trained_weight
 from inference.generation import Continuation, Request, Sampling, Settings, generate, logits_of_all_ids
 from megatron_fp4.parallel.data_parallel import gathered_parameters
-from megatron_fp4.precision.plan import PlannedLinear
 from megatron_fp4.precision.rng import StepState
-from models.pattern import linear_shapes
-from tests.distributed.hybrid import (
-    LAYOUTS,
-    MODEL,
-    NVFP4,
-    ONE,
-    RECIPES,
-    Layout,
-    Result,
-    launch_each,
-    micro_batches,
-    operand,
-    sharded_model,
-    train,
-    watched_gemms,
-)
+from tests.distributed.hybrid import LAYOUTS, ONE, RECIPES, Layout, Result, launch_each, sharded_model, train
 from tests.models.builders import relative_error
-from tests.quantization.oracle import block_values
-from tests.training.harness import alone, launch, whole
+from tests.training.harness import alone, launch
 
 pytestmark = pytest.mark.slow
 
@@ -128,31 +109,3 @@ def test_texts_on_a_mesh_are_those_of_one_process(name: str) -> None:
     for generated, logits in launch(texts, LAYOUTS[name].world, LAYOUTS[name]):
         assert generated == expected
         torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
-
-
-def weight_operands(rank: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """The tensor-parallel rank, the weight operands of its fprop GEMMs, and the whole master weights."""
-    layout = LAYOUTS["tp2_dp2"]
-    mesh = layout.mesh()
-    model = sharded_model(layout, mesh, NVFP4, StepState(seed=11))
-    operands: list[Any] = []
-    watched = watched_gemms(lambda _, right: operands.append(operand(right)))
-    with watched, torch.no_grad(), gathered_parameters(model):
-        model(micro_batches(0, mesh)[0].tokens)
-    names = [name for name, _ in model.linears()]
-    return mesh.tensor.rank, dict(zip(names, operands, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
-
-
-def test_ranks_multiply_by_the_weights_that_are_exported():
-    ranks = {tp: (operands, masters) for tp, operands, masters in launch(weight_operands, 4)}
-    assert len(ranks) == 2
-    for shape in linear_shapes(MODEL):
-        exported = trained_weight(ranks[0][1][shape.name], PlannedLinear(shape, NVFP4, ""), torch.float32)
-        parts = [ranks[tp][0][shape.name] for tp in (0, 1)]
-        values = torch.cat([values.float() for values, _ in parts], 1 if shape.input_sharded else 0)
-        # In packed projections each of the four groups is padded to whole blocks.
-        groups = 4 if shape.name.endswith(("qkv_proj", "in_proj")) else 1
-        unpadded = values.unflatten(0, (groups, -1))[:, : shape.out_features // groups].flatten(0, 1)
-        assert torch.equal(block_values(exported.codes, exported.scales), unpadded), shape.name
-        assert all(torch.equal(scale, exported.decode_scale()) for _, scale in parts), shape.name
-        assert (len(unpadded) < len(values)) == shape.name.endswith("in_proj")  # only it has padding

@@ -1,4 +1,4 @@
-"""Experts divided among ranks compute what one rank computes."""
+"""Experts divided among ranks, and multi-token prediction, compute what one rank computes."""
 
 import hashlib
 from collections import Counter
@@ -36,9 +36,10 @@ CONFIG = replace(MODEL, pattern="ME", moe_num_experts=4, moe_top_k=2, moe_ffn_di
 MIXED = Layout(4, expert=2)
 LAYOUTS = [Layout(2, expert=2), MIXED, Layout(4, expert=4), Layout(4, expert=2, replicate=2)]
 TENSOR = [Layout(2, tensor=2), Layout(4, tensor=2, expert=2), Layout(4, tensor=2, sequence=False, reshard=True)]
+MTP = {"pattern": "ME/E/E", "mtp_use_repeated_layer": True}
 VARIANTS = {
-    "nvfp4": ({"pattern": "ME/E/E", "mtp_use_repeated_layer": True}, "none"),
-    "fp32": ({"pattern": "ME/E", "moe_weight": "before_down", "moe_activation": "swiglu"}, "block"),
+    "nvfp4": (MTP, "none"),
+    "fp32": ({**MTP, "moe_weight": "before_down", "moe_activation": "swiglu"}, "block"),
     "quartet2": ({"moe_ffn_dim": 128, "moe_latent_dim": 128}, "selective"),
     # Whose inputs have the same bits with tensor parallelism, but for the order of sums.
     "nvfp4, no mixer before": ({"pattern": "-E", "moe_latent_dim": 0}, "none"),

@@ -1,6 +1,7 @@
 """Whole models: gradients under FSDP, numbers of parameters, FLOPs, initial values."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -17,7 +18,7 @@ from tests.training.harness import shard_by_fsdp
 
 
 @pytest.mark.parametrize(
-    ("apply", "reshard"), [(apply_data_parallel, False), (shard_by_fsdp, False), (shard_by_fsdp, True)]
+    ("apply", "reshard"), [*itertools.product((apply_data_parallel, shard_by_fsdp), (False, True))]
 )
 def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard):
     """The forward pass uses BF16 copies (FSDP2 gathers them). Gradients must not be rounded to BF16, nor A_log, D and

@@ -1,4 +1,4 @@
-"""Multi-token prediction against its definition, and on any mesh. Experts in it: test_moe.py."""
+"""Multi-token prediction against its definition. On any mesh: tests/distributed/test_expert_parallel.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,26 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import HybridModel
 from models.pattern import forward_flops_per_token, linear_shapes, parameter_count
 from models.positions import Documents
 from tests.composing import composed
-from tests.distributed.hybrid import (
-    LAYOUTS,
-    MODEL,
-    ONE,
-    RECIPES,
-    Layout,
-    controlled_model,
-    launch_each,
-    masked_micro_batches,
-)
 from tests.models.builders import build, local, relative_error, small_config, tokens_and_targets
-from tests.training.harness import train_step, whole
 
 TWO = small_config(pattern="M-/*-/*-", mtp_loss_scaling_factor=0.3)
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 9, [0] * 20], dtype=torch.int32)
@@ -138,33 +124,6 @@ def test_gradients_of_head_and_embedding_are_summed_in_fp32(mesh: ParallelMesh) 
             in_bf16 += part.to(torch.bfloat16)
         assert relative_error(gradient, expected) < 1e-6
         assert relative_error(in_bf16, expected) > 2e-3
-
-
-CONFIG = replace(MODEL, pattern="M-/*-/*-", mtp_use_repeated_layer=True, mtp_loss_scaling_factor=1.0)
-
-
-def trained(rank: int, layout: Layout, precision: str) -> tuple[list[float], dict[str, Tensor]]:
-    mesh, step_state = layout.mesh(), StepState(seed=11)
-    model, _ = controlled_model(mesh, RECIPES[precision], step_state, CONFIG, reshard=layout.reshard)
-    optimizer, losses = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)), []
-    for index in range(2):
-        batches = masked_micro_batches(index, mesh, 4)
-        losses.append(train_step(model, optimizer, batches, mesh, step_state, step=index).loss)
-    return losses, {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_meshes_train_like_one_rank() -> None:
-    """Where FSDP2 gathers in every micro-batch, it gathers the one set of weights for each of its two uses."""
-    divided = [LAYOUTS[name] for name in ("tp2", "tp2_without_sequence_parallel", "tp2_dp2_each")]
-    both = [(layout, precision) for layout in (ONE, LAYOUTS["dp2"], Layout(2)) for precision in ("fp32", "nvfp4")]
-    runs = launch_each(trained, *both, *((layout, "fp32") for layout in divided))
-    for (layout, precision), ranks in runs.items():
-        [(losses, weights)] = runs[ONE, precision]
-        for other_losses, other_weights in ranks:
-            assert other_losses == pytest.approx(losses, rel=1e-5), layout
-            wrong = {name: relative_error(other_weights[name], weights[name]) for name in weights}
-            assert max(wrong.values()) < 1e-5, (layout, wrong)
 
 
 def test_nemotron_3_super_and_ultra_have_the_published_extra() -> None:

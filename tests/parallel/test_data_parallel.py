@@ -1,4 +1,4 @@
-"""One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks that gather once a step."""
+"""Ranks that gather once a step compute the same as with FSDP2. One rank: tests/models/test_hybrid.py."""
 
 import itertools
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
@@ -45,28 +44,6 @@ def build(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_st
         linear.context.step_state, linear.context.name = step_state, name
         linear.context.recipe = NVFP4 if name.startswith("blocks.0") else BF16
     return model
-
-
-def train(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
-    """Train three steps; returns their losses and norms, and the model."""
-    step_state = StepState(seed=3)
-    model = build(mesh, apply, reshard, step_state)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s) for s in range(3)]
-    return [(result.loss, result.grad_norm) for result in results], model
-
-
-@pytest.mark.parametrize("reshard", [False, True])
-def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh, reshard: bool) -> None:
-    actual, model = train(mesh, apply_data_parallel, reshard)
-    expected, sharded = train(mesh, shard_by_fsdp, reshard)
-    assert actual == expected
-    assert any(isinstance(module, FSDPModule) for module in sharded.modules())
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    assert model.state_dict().keys() == sharded.state_dict().keys()
-    for (name, mine), theirs in zip(model.named_parameters(), sharded.parameters(), strict=True):
-        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype == torch.float32
-        assert torch.equal(local_part(mine), local_part(theirs)), name
 
 
 def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[str, tuple[Any, torch.Tensor]]]]:
