@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Layout, torch.dtype, Callable[[], Backend]]] = {
     "torch, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TorchBackend),
     "transformer_engine, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TransformerEngineBackend),
 }
-STEPS = 5
+STEPS = 6
 BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
 
 
@@ -73,9 +73,9 @@ def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Outcome:
     for context in contexts.values():
         context.backend = backend
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
-    # After the step in BF16 the codes may have another format.
-    last = MXFP4_2D if type(backend) is EmulatedBackend else NVFP4
-    recipes, count = [*[NVFP4] * BF16_STEP, BF16, last], 0
+    # The format of the codes changes after the step in BF16, and between two steps.
+    other = MXFP4_2D if type(backend) is EmulatedBackend else NVFP4
+    recipes, count = [*[NVFP4] * BF16_STEP, BF16, other, NVFP4], 0
 
     def counted(codes: WeightCodes) -> Any:
         nonlocal count
@@ -119,7 +119,7 @@ def test_a_run_with_gathered_codes_has_the_bits_of_one_without(name: str) -> Non
         assert codes.losses == plain.losses
         assert all(torch.equal(one, other) for one, other in zip(codes.weights, plain.weights, strict=True))
         # Once per step, for any number of micro-batches, and once for the evaluation; never if the weight is read.
-        assert codes.gathers == [1, 0, 2, 0, 1]
+        assert codes.gathers == [1, 0, 2, 0, 1, 1]
         assert not any(plain.gathers)
         for step, as_codes in enumerate(codes.as_codes):
             assert set(as_codes) == {0 if step in (BF16_STEP, PROBED_STEP) else 1}
