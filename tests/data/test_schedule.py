@@ -191,14 +191,6 @@ def test_every_prefix_is_within_one_sample_of_the_weights(seed: int) -> None:
     check_prefixes(Blend({"x": 0.3, "y": 0.3, **{f"s{i}": 0.01 for i in range(40)}}), 0, 300)
 
 
-def test_the_order_of_calls_does_not_matter() -> None:
-    for weights in ({"a": 1, "b": 2, "c": 4}, some_weights(0, 7)):
-        expected = [Blend(weights).source(i) for i in range(300)]
-        blend, order = Blend(weights), list(range(300))
-        random.Random(1).shuffle(order)
-        assert all(blend.source(i) == expected[i] for i in order)
-
-
 @pytest.mark.parametrize("seed", [0, 2, 4])
 def test_counts_inside_a_period_are_those_of_a_walk_from_its_start(seed: int) -> None:
     """Counts begin their walk shortly before the slot, not at the start of the period."""

@@ -31,13 +31,13 @@ def batches(step: int) -> list[ToyBatch]:
     return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
 
-def build(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState) -> HybridModel:
+def build(mesh: ParallelMesh, apply: Callable[..., None], step_state: StepState) -> HybridModel:
     """A model, built as in a run. The first block's linears are quantized, the others in BF16."""
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16)
     settings: dict[str, Any] = {"units": [*model.blocks], "fp32_units": model.fp32_units()}
     settings["ends"] = [model.embedding]
-    apply(model, mesh, compute_dtype=torch.bfloat16, reshard=reshard, **settings)
+    apply(model, mesh, compute_dtype=torch.bfloat16, reshard=False, **settings)
     model.to_empty(device="cpu")
     initialize(model, CONFIG, seed=0)
     for name, linear in model.linears():
@@ -52,7 +52,7 @@ def on_ranks(rank: int, parallel: ParallelConfig) -> list[tuple[list[Any], dict[
     outcomes = []
     for apply in (apply_data_parallel, shard_by_fsdp):
         mesh, step_state, numbers = build_mesh(parallel, torch.device("cpu")), StepState(seed=3), list[Any]()
-        model = build(mesh, apply, False, step_state)
+        model = build(mesh, apply, step_state)
         if apply is apply_data_parallel:  # gloo's order of sums depends on the message
             sharded: Any = model._gathered_model
             units = [set(one.modules()) for one in (*model.blocks, model.embedding)]
