@@ -24,11 +24,12 @@ from torch import Tensor
 from data.tokenizer import CL100K, GPT2, QWEN2, TextTokenizer, WordCache
 from exchange.architectures import ARCEE, NEMOTRON_H, architecture_of, sections_of
 from exchange.checkpoint import Checkpoint, check_tensors
-from exchange.hf_export import Progress, sequence_length
+from exchange.hf_export import sequence_length
 from exchange.nvfp4 import TrainedPlan, reordered, trained_weight
 from exchange.tokenizer import WITHOUT, tokenizer_files
 from exchange.weights_only import check_output
 from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.logging.console import tracked
 from megatron_fp4.logging.files import replace_file
 from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
@@ -55,7 +56,6 @@ def export_gguf(
     kind: str = "bf16",
     trained: TrainedPlan | None = None,
     tokenizer: TextTokenizer | None = None,
-    progress: Progress = lambda done, total: None,
 ) -> None:
     """Write the file `output`, which must not exist; it appears only when it is complete.
 
@@ -117,17 +117,15 @@ def export_gguf(
     checkpoint.verify()  # after the other checks, because it reads every file
 
     def write(path: Path) -> None:
-        done, total = 0, sum(shape.numel() for shape in shapes.values())
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, shape in shapes.items():
+        for name in tracked(shapes, "parameters written"):
             ours = checkpoint.tensor(name)
             row = rows.get(name)
             codes = None if row is None or trained is None else trained_weight(ours, row, trained.compute_dtype)
             for _, _, tensor in tensors(name, ours, codes):
                 writer.write_tensor_data(tensor.contiguous().numpy())
-            progress(done := done + shape.numel(), total)
         writer.close()
 
     replace_file(output, write)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import TRAINER, well_formed
+from megatron_fp4.logging.console import tracked
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.runtime.revision import revision
 from models.pattern import MIXERS, parameter_count
@@ -31,8 +32,6 @@ CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 2 << 30
-Progress = Callable[[int, int], None]
-"""Called with the number of elements that are done, and of all elements."""
 
 
 class NVFP4Weights(NamedTuple):
@@ -50,7 +49,6 @@ def export_hf(
     dtype: torch.dtype = torch.bfloat16,
     nvfp4: NVFP4Weights | None = None,
     tokenizer: TextTokenizer | None = None,
-    progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `output`, which must not exist.
 
@@ -85,15 +83,14 @@ def export_hf(
         for name, text in content.items():
             (folder / name).write_bytes(text)
         check_exported_tokenizer(folder, checkpoint, tokenizer)
-        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress))
+        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4))
 
 
 def _encoded(
-    checkpoint: Checkpoint, sections: Sections, dtype: torch.dtype, nvfp4: NVFP4Weights | None, progress: Progress
+    checkpoint: Checkpoint, sections: Sections, dtype: torch.dtype, nvfp4: NVFP4Weights | None
 ) -> Iterator[tuple[str, Tensor]]:
-    written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
     rows = {} if nvfp4 is None else nvfp4.trained.nvfp4_linears()
-    for name, parts in sections.items():
+    for name, parts in tracked(sections.items(), "parameters written"):
         ours, row = checkpoint.tensor(name), rows.get(name.removesuffix(".weight"))
         if nvfp4 is not None and row is not None:
             inputs = nvfp4.largest_inputs
@@ -107,7 +104,6 @@ def _encoded(
             for part in parts:
                 values = part.published(ours)
                 yield part.name, values if part.fp32 else values.to(dtype)
-        progress(written := written + ours.numel(), total)
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

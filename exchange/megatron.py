@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from data.tokenizer import TextTokenizer
 from exchange import megatron_model
 from exchange.checkpoint import Checkpoint, check_tensors, read_region
-from exchange.hf_export import Progress, sequence_length
+from exchange.hf_export import sequence_length
 from exchange.tokenizer import check_exported_tokenizer, exported_tokenizer, kept_tokenizer
 from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
@@ -46,6 +46,7 @@ from megatron_fp4.checkpoint.pickles import read_pickle
 from megatron_fp4.checkpoint.shards import METADATA, TensorInfo, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.logging.console import tracked
 from megatron_fp4.runtime.revision import revision
 from models.mixer import Mixer
 from models.pattern import MIXERS, check_model, pattern_of
@@ -67,7 +68,6 @@ def export_megatron(
     *,
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: TextTokenizer | None = None,
-    progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `output`, which must not exist; it appears only when it is complete.
 
@@ -112,7 +112,7 @@ def export_megatron(
         (staging / iteration).mkdir()
         size = files.write_file(staging / iteration / OBJECT, _saved([torch.empty(0, dtype=torch.uint8)])).size
         objects = dict.fromkeys(megatron_model.extra_states(config), (OBJECT, 0, size))
-        write_pieces(staging / iteration, _pieces(checkpoint, dtype, progress), objects)
+        write_pieces(staging / iteration, _pieces(checkpoint, dtype), objects)
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
             files.write_file(staging / name, text)
@@ -125,12 +125,9 @@ def _saved(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _pieces(
-    checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
-) -> Iterator[tuple[TensorInfo, Tensor, Sequence[int]]]:
+def _pieces(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[TensorInfo, Tensor, Sequence[int]]]:
     """(complete tensor, values, offsets of the values in it) for every tensor of an iteration, layer by layer."""
-    done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    for parameter in megatron_model.parameters(checkpoint.config.model):
+    for parameter in tracked([*megatron_model.parameters(checkpoint.config.model)], "parameters written"):
         values = checkpoint.tensor(parameter.name)
         for section in parameter.sections:
             piece = section.published(values).to(torch.float32 if section.fp32 else dtype)
@@ -138,7 +135,6 @@ def _pieces(
             if parameter.layer is not None:
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]
             yield TensorInfo((section.name,), piece.dtype, parameter.stored_shape(section)), piece, offsets
-        progress(done := done + values.numel(), total)
 
 
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:

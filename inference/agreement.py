@@ -18,12 +18,11 @@ from data.loader import UNCOUNTED, MicroBatch
 from data.provider import open_held_out
 from data.validation import TargetStatistics, ValidationSet
 from exchange.checkpoint import Checkpoint, load_model
-from inference.models import OpenedFolder, ProgressLine
+from inference.models import OpenedFolder
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.console import markdown
+from megatron_fp4.logging.console import markdown, tracked
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks.validation import evaluate
 
 TOLERANCE = 1e-5
@@ -53,21 +52,7 @@ def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> L
     """The losses by the framework, in FP32 without quantization, with the run's micro-batch size."""
     model = load_model(checkpoint, device=device)
     batches: dict[str, Any] = {s.name: s.batches(windows.micro_batch_size, 0, 1) for s in windows.sets}
-    shown = _ShownProgress(sum(map(len, batches.values())))
-    return evaluate(model, batches, model.mesh, StepState(seed=0), shown)
-
-
-class _ShownProgress(Progress):
-    """Shows how many of `total` micro-batches the framework has scored."""
-
-    def __init__(self, total: int) -> None:
-        super().__init__()
-        self._line, self._done, self._total = ProgressLine("framework"), 0, total
-
-    def alive(self) -> None:
-        super().alive()
-        self._done += 1
-        self._line(self._done, self._total)
+    return evaluate(model, batches, model.mesh, StepState(seed=0))
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
@@ -75,18 +60,15 @@ def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
     vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
     if vocab_size < ours:
         raise ValueError(f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not its export")
-    losses, progress, done = {}, ProgressLine("transformers"), 0
-    total = sum(held_out.num_samples for held_out in windows.sets)
+    losses = {}
     for held_out in windows.sets:
         loss, count = 0.0, 0
-        for batch in held_out.batches(1, 0, 1):
+        for batch in tracked(held_out.batches(1, 0, 1), f"transformers, {held_out.name}"):
             for tokens, targets in pieces_of(batch):
                 with torch.no_grad():
                     logits = opened.model(tokens[None].to(opened.model.device), use_cache=False).logits[0].float()
                 nats = cross_entropy(logits, targets.to(logits.device), ignore_index=UNCOUNTED, reduction="none")
                 loss, count = loss + float(nats.double().sum()), count + int((targets != UNCOUNTED).sum())
-            done += 1
-            progress(done, total)
         losses[held_out.name] = loss / count
     return losses
 

@@ -3,9 +3,7 @@ into a temporary folder."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -171,17 +169,3 @@ def device_named(name: str | None) -> str:
         problem = in_one_line(error, 80)
         raise ValueError(f"--device {name} cannot be used ({problem}); use cpu, cuda or cuda:N") from error
     return name
-
-
-class ProgressLine:
-    """Prints progress to stderr once a second if it is a terminal."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._last = what, 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty() and (done == total or time.monotonic() - self._last > 1.0):
-            self._last = time.monotonic()
-            end = "\r" if done < total else "\033[K\r"
-            text = f"{self._what}: {done:,} of {total:,}" if done < total else ""
-            print(f"\r{text}", end=end, file=sys.stderr, flush=True)

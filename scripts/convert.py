@@ -40,7 +40,6 @@ from exchange.megatron import export_megatron, import_megatron, start_command
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, TrainedPlan, largest_inputs, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
-from inference.models import ProgressLine
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.errors import printable
 from megatron_fp4.runtime.errors import run_command
@@ -138,8 +137,8 @@ def export_hf_command(options: argparse.Namespace) -> int:
             config = config_from_saved(checkpoint.trainer["config"], [], CONFIGS, trusted=options.trust_config)
             inputs = largest_inputs(checkpoint, trained, config, options.calibrate)
         nvfp4 = NVFP4Weights(layout, trained, inputs)
-    dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
-    export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
+    dtype = getattr(torch, options.dtype or "bfloat16")
+    export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer)
     _print_written(options.output, checkpoint, tokenizer, began)
     return 0
 
@@ -153,12 +152,9 @@ def export_gguf_command(options: argparse.Namespace) -> int:
     if options.format != "nvfp4" and options.plan is not None:
         raise ValueError("--plan is for NVFP4; add --format nvfp4, or leave it out")
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
-    tokenizer, trained, progress = _tokenizer(options, checkpoint), None, ProgressLine("elements written")
-    if options.format == "nvfp4":
-        trained = _trained(options, checkpoint, "modelopt")
-    gguf.export_gguf(
-        checkpoint, options.output, kind=options.format, trained=trained, tokenizer=tokenizer, progress=progress
-    )
+    tokenizer = _tokenizer(options, checkpoint)
+    trained = _trained(options, checkpoint, "modelopt") if options.format == "nvfp4" else None
+    gguf.export_gguf(checkpoint, options.output, kind=options.format, trained=trained, tokenizer=tokenizer)
     _print_written(options.output, checkpoint, tokenizer, began)
     return 0
 
@@ -174,8 +170,8 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     check_output(options.output, checkpoint.folder)
     tokenizer = _tokenizer(options, checkpoint)
     checkpoint.verify()
-    dtype, progress = getattr(torch, options.dtype), ProgressLine("elements written")
-    export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer, progress=progress)
+    dtype = getattr(torch, options.dtype)
+    export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer)
     _print_written(options.output, checkpoint, tokenizer, began)
     if dtype != torch.float32:
         print("the FP32 masters were rounded to bfloat16; --dtype float32 writes them exactly")

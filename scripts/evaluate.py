@@ -36,7 +36,7 @@ import torch
 
 from exchange.checkpoint import open_checkpoint
 from inference import agreement
-from inference.models import DTYPES, Model, as_folder, device_named, in_one_line, models_of, open_folder, tokenizers_of
+from inference.models import DTYPES, Model, as_folder, device_named, models_of, open_folder, tokenizers_of
 from inference.tasks import load_tasks, prepare_environment
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_text
@@ -53,14 +53,8 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
     command = tasks if options.validation is None else validation
-    try:
-        return run_command("evaluate.py", lambda: command(options, arguments), options.json)
-    except RuntimeError as error:
-        # Too little memory on a CPU has no exception type of its own.
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        print(f"evaluate.py: {in_one_line(error, 120)}; lower --batch-size, or use another --device", file=sys.stderr)
-        return 2
+    remedy = "lower --batch-size, or use another --device"
+    return run_command("evaluate.py", lambda: command(options, arguments), options.json, less_memory=remedy)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -46,14 +46,9 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    refusals = (ValueError, OSError, generation.NotFiniteError, torch.OutOfMemoryError)
-    try:
-        return run_command("generate.py", lambda: run(options), refusals=refusals)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # too little memory on a CPU has no exception type of its own
-            raise
-        say("generate.py: not enough memory; lower --max-tokens or --batch, or shorten the prompts")
-        return 2
+    refusals = (ValueError, OSError, generation.NotFiniteError)
+    remedy = "lower --max-tokens or --batch, or shorten the prompts"
+    return run_command("generate.py", lambda: run(options), refusals=refusals, less_memory=remedy)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

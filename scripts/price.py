@@ -22,16 +22,8 @@ from __future__ import annotations
 if __name__ == "__main__":
     import _command  # noqa: F401
 
-import os
-import sys
-
-if __name__ == "__main__":
-    for option, folder in zip(sys.argv, sys.argv[1:], strict=False):  # before torch is imported, which takes seconds
-        if option == "--checkpoint" and not os.path.isdir(folder):
-            print(f"price.py: --checkpoint {folder} is not a folder; give a checkpoint of a BF16 run", file=sys.stderr)
-            sys.exit(2)
-
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

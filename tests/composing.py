@@ -12,19 +12,15 @@ from megatron_fp4.checkpoint.find import check_resume
 from megatron_fp4.config import compose
 from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training import build
 from models import provider as models
 
 
 def validate(config: Config, ranks: int, device_type: str) -> None:
-    """Check a configuration with this project's models and data, the checkpoint that the run would resume from, and the
-    run that it is compared with."""
+    """Check a configuration with this project's models and data, and the checkpoint that the run would resume from."""
     build.check(config, models, data, ranks, device_type)
     check_resume(config)
-    with build.configuration_errors():
-        check_baseline(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:

@@ -318,10 +318,6 @@ FILES = [
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
     ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "loads only weights"),
-    ("a/x", b"", "run.dir=FOLDER/a logging.baseline=FOLDER/a", "is this run's own run.dir; name another run, or drop"),
-    ("a/x", b"", "run.dir=FOLDER/a logging.baseline='a=FOLDER/b'", "has the name of this run, a; give it another"),
-    ("a/x", b"", "logging.baseline='=FOLDER'", "names no run; give the folder of a run, or a name and the folder"),
-    ("a/x", b"", "run.dir=FOLDER/b logging.baseline=FOLDER/a", "is no run to compare with: "),
 ]
 
 

@@ -17,6 +17,7 @@ _REMOVED = {
     "checkpoint.local_dir": "no checkpoints are kept on nodes' own disks; save shared ones more often instead",
     "checkpoint.local_interval": "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead",
     "checkpoint.max_failed_saves": "three failed saves in a row end a run; leave it out",
+    "logging.baseline": "scripts/report.py --baseline shows another run beside this one; leave it out",
     "logging.memory_history": "logging.profile_steps=[1,1] records the history of CUDA memory too",
     "logging.wandb_project": "set wandb's own WANDB_PROJECT in the environment",
     "data.prefetch": "loader workers are two steps ahead; leave it out, or raise data.num_workers",

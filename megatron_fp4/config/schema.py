@@ -385,8 +385,6 @@ class LoggingConfig:
     profile_steps: list[Integer] = field(default_factory=list)
     """first and last step (from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes into run.dir, on CUDA
     also the history of memory."""
-    baseline: PathText | None = None
-    """the folder of another run, or `name=folder`, which loss.png and report.html show beside this run."""
     report: bool = True
     """write report.html when the run has finished."""
     report_minutes: NotNegative = 10.0

@@ -14,18 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, track
 from rich.table import Table
 
 from megatron_fp4.config.errors import printable
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.precision.plan import Plan
+
+T = TypeVar("T")
 
 
 class RunConsole:
@@ -146,6 +148,12 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def tracked(items: Iterable[T], what: str) -> Iterable[T]:
+    """`items`, with a bar on stderr that shows, on a terminal, how many of them are done."""
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 # Tables.

@@ -120,36 +120,27 @@ def write_report(
     defaults: Mapping[str, Any],
     baseline: str | Path | None = None,
     target: str | Path | None = None,
-    trusted: bool = False,
 ) -> Path:
     """Write the page about `runs` (folders, or `name=folder`) and return its path.
 
     defaults: the settings of a run without overrides, as in its config.yaml. baseline: the run that gaps are relative
-    to; by default, for several runs the first, for a single run that is `trusted` its `logging.baseline` (if that run
-    still exists). target: by default `report.html` in the folder of a single run.
+    to; by default, for several runs the first. target: by default `report.html` in the folder of a single run.
 
     Raises FileNotFoundError or ValueError for a folder without a run with steps, and OSError if it cannot write.
     """
-    opened, note = open_runs(runs), ""
+    opened = open_runs(runs)
     if target is None and len(opened) > 1:
         raise ValueError("a page about several runs has no default folder; give its path (--output)")
     base = None if baseline is None else open_run(baseline)
-    if base is None and len(opened) == 1 and (configured := opened[0].setting("logging", "baseline")):
-        try:
-            if not trusted:
-                raise ValueError(f"its logging.baseline={configured} is opened only if you give it as --baseline")
-            base = open_run(configured)
-        except (OSError, ValueError) as error:
-            note = f"No baseline: {error}"
     path = opened[0].path / REPORT_FILE if target is None else Path(target)
     with well_formed(" and ".join(str(run.path) for run in opened)):
-        page = _page(opened, defaults, base, note)
+        page = _page(opened, defaults, base)
     replace_text(path, page)
     return path
 
 
-def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None, note: str) -> str:
-    several = len(runs) > 1
+def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None) -> str:
+    several, note = len(runs) > 1, ""
     base, others = (runs[0], runs[1:]) if baseline is None and several else (baseline, runs)
     if base is not None:
         note = "The gap of losses after the same steps. It is meaningful if the runs had the same data."

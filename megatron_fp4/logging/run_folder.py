@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,7 @@ import numpy as np
 import yaml
 
 from megatron_fp4.checkpoint.files import read_plain
-from megatron_fp4.config.checks import place_in_run
-from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.files import METRICS_FILE, SUMMARY_FILE, iterate_records, records_of
-
-logger = logging.getLogger(__name__)
+from megatron_fp4.logging.files import METRICS_FILE, SUMMARY_FILE, iterate_records
 
 
 @dataclass(frozen=True)
@@ -158,27 +153,6 @@ def summarized_steps(run_dir: Path) -> int | None:
     """The number of steps in a run's summary; None if there is no complete summary."""
     steps = read_mapping(run_dir / SUMMARY_FILE).get("steps")
     return steps if isinstance(steps, int) else None
-
-
-def check_baseline(config: Config) -> None:
-    """Raise ValueError unless `logging.baseline` is another run that can be drawn beside this one.
-
-    If this run has begun before, a missing baseline is only logged, because pictures are not essential.
-    """
-    given, here = config.logging.baseline, Path(config.run.dir)
-    if given is None:
-        return
-    name, path = named_run(given)
-    if path.resolve() == here.resolve():
-        raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
-    if name == here.resolve().name:
-        raise ConfigError(f"logging.baseline={given} has the name of this run, {name}; give it another: NAME={path}")
-    if not any(records_of(path, "step")):
-        why = f"logging.baseline={given} is no run to compare with: {path / METRICS_FILE} has no training steps"
-        if not (here / METRICS_FILE).exists():
-            raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
-        if not place_in_run().rank:
-            logger.warning("%s; this run continues, with no baseline in its pictures", why)
 
 
 class _WithoutAliases(yaml.SafeLoader):

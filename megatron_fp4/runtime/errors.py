@@ -23,6 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
+from torch import OutOfMemoryError
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_fp4.config.checks import place_in_run
@@ -120,14 +121,23 @@ def run_command(
     body: Callable[[], int],
     output: str | os.PathLike[str] | None = None,
     refusals: tuple[type[Exception], ...] = (ValueError, OSError),
+    less_memory: str = "",
 ) -> int:
     """Run a command; returns the exit code of `body`, or after one of `refusals`, errors that the user can correct, 2
-    (4: kernels compute wrong results). The first rank prints their `error_line`. Leaves the process group, if any."""
+    (4: kernels compute wrong results). The first rank prints their `error_line`. Leaves the process group, if any.
+
+    less_memory: what needs less memory. If it is given, too little memory is such an error too."""
     try:
         return body()
-    except refusals as error:
+    except Exception as error:
+        line = error_line(error, output)
+        if not isinstance(error, refusals):
+            # Too little memory on a CPU has no exception type of its own.
+            if not less_memory or not (isinstance(error, OutOfMemoryError) or "can't allocate memory" in str(error)):
+                raise
+            line = f"not enough memory; {less_memory}"
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{name}: {error_line(error, output)}", file=sys.stderr, flush=True)
+            print(f"{name}: {line}", file=sys.stderr, flush=True)
         return max(ExitCode.REFUSED, exit_code_of(error))
     finally:
         leave_distributed()

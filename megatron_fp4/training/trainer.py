@@ -33,7 +33,6 @@ from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import records_of
-from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
@@ -518,7 +517,6 @@ def check_start(config: Config, models: ModelProvider, data: DataProvider) -> No
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     build.check(config, models, data, place_in_run().world_size, device_type)
     check_resume(config)
-    check_baseline(config)
     if not config.run.dry:
         build.execution_of(config, models)
         build.why_eager(config, models)

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from megatron_fp4.config.errors import printable
-from megatron_fp4.config.schema import Config, LoggingConfig, RunConfig
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import QUANTITIES, measured, plot_loss, validation_gaps
-from megatron_fp4.logging.run_folder import check_baseline, named_run, open_run
+from megatron_fp4.logging.run_folder import named_run, open_run
 from scripts import report
 
 DEFAULTS = {"train": {"steps": 300, "lr": 0.1}, "new": {"a": 1}}
@@ -183,15 +182,9 @@ def test_the_picture_of_the_loss(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, [[17.0], [math.nan]])
 
 
-def test_a_run_that_has_begun_is_not_ended_for_a_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = RunConfig(dir=str(write_run(tmp_path / "run")))
-    check_baseline(Config(run=run, logging=LoggingConfig(baseline=f"{tmp_path}/none")))
-    assert "this run continues, with no baseline in its pictures" in caplog.text
-
-
 def test_a_strangers_folder_takes_nothing_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No link is followed, no path in the configuration is opened, no alias is expanded, no pipe waited for."""
-    other, run = write_run(tmp_path / "other"), write_run(tmp_path / "run")
+    """No link is followed, no alias is expanded, no pipe waited for."""
+    run = write_run(tmp_path / "run")
     (tmp_path / "private.yaml").write_text("token: canary-1234\n")
     config = run / "config.yaml"
     config.unlink()
@@ -200,13 +193,9 @@ def test_a_strangers_folder_takes_nothing_along(tmp_path: Path, capsys: pytest.C
     assert "config.yaml is a link, a pipe or a device, not a plain file" in capsys.readouterr().err
     config.unlink()
     lines = ["a0: &a0 x", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
-    config.write_text("\n".join(lines) + f"\nlogging: {{baseline: {other}}}\n")
+    config.write_text("\n".join(lines) + "\n")
     began = time.monotonic()
     assert report.main([str(run)]) == 0 and time.monotonic() - began < 60
-    config.write_text(f"logging: {{baseline: {other}}}\n")
-    assert report.main([str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert "is opened only if you give it as --baseline" in page and "loss above" not in page
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
     assert report.main([str(run)]) == 2 and "metrics.jsonl is a link, a pipe" in capsys.readouterr().err

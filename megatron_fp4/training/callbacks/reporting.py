@@ -170,6 +170,8 @@ class Summary(Callback):
         trainer, config, console = self.trainer, self.trainer.config, self.trainer.log.console
         if trainer.mesh.rank != 0:
             return
+        from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, so that no start waits for it
+
         run_dir, steps, switched_at = Path(config.run.dir), config.train.steps, trainer.precision.switch.switched_at
         facts: dict[str, Any] = {
             "steps": steps,
@@ -196,24 +198,13 @@ class Summary(Callback):
         if goodput := attempt("the goodput", lambda: goodput_of(records_of(run_dir))):
             facts["goodput"] = goodput
         text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
-        attempt(str(run_dir / PICTURE_FILE), lambda: _draw(run_dir, config.logging.baseline))
+        attempt(str(run_dir / PICTURE_FILE), lambda: plot_loss(run_dir))
         # Last, because summary.json means that the run is finished.
         attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
         names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
         files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
         console.table(facts_table("Finished", {**facts, "files": files}))
         console.text("\n    ".join(["What to do next:", *next_steps(config, self.export)]))
-
-
-def _draw(run_dir: Path, baseline: str | None) -> None:
-    from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, so that no start waits for it
-
-    try:
-        plot_loss(run_dir, baseline)
-    except (OSError, ValueError):
-        if baseline is not None:
-            plot_loss(run_dir)
-        raise
 
 
 def next_steps(config: Config, export: str | None) -> list[str]:
@@ -303,7 +294,7 @@ def report(trainer: Trainer, configs: Path) -> None:
         from megatron_fp4.logging.page import write_report  # imports matplotlib, so that no start waits for it
 
         defaults = yaml.safe_load(to_yaml(compose_config([], configs)))
-        return write_report([config.run.dir], defaults=defaults, trusted=True)
+        return write_report([config.run.dir], defaults=defaults)
 
     if attempt(str(path), write) is not None:
         trainer.log.console.text(f"all of it on one page: {path}")
