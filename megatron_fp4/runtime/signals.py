@@ -169,6 +169,7 @@ class StopConditions:
         self._run_dir, self._max_minutes, self._signals, self._active = run_dir, max_minutes, signals, active
         self._looked = -LOOK_EVERY
         self._files: set[str] = set()
+        self._folder = _identity(run_dir)
         is_again = any(int(os.environ.get(name) or 0) for name in _RESTARTS)
         if active and not is_again and (run_dir / STOP_FILE).exists():
             self._remove(STOP_FILE)
@@ -204,9 +205,25 @@ class StopConditions:
         if self._active and time.monotonic() - self._looked >= LOOK_EVERY:
             self._files |= {name for name in (STOP_FILE, SAVE_FILE) if (self._run_dir / name).exists()}
             self._looked = time.monotonic()
+            if (folder := _identity(self._run_dir)) != self._folder:
+                self._folder = folder
+                log.error(
+                    "run.dir=%s was moved, removed or replaced while the run trains: what it writes from now on is not "
+                    "where the rest is, and no lock guards it; stop the run, and put both together",
+                    self._run_dir,
+                )
 
     def _remove(self, name: str) -> None:
         try:
             (self._run_dir / name).unlink(missing_ok=True)
         except OSError as error:
             log.warning("could not remove %s: %s", self._run_dir / name, error)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Differs if another folder is at `path`; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

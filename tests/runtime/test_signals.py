@@ -138,3 +138,15 @@ def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(tmp_path: P
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert StopConditions(tmp_path, 0.0, StopRequest(), active=True).why_stop == "the file STOP"
+
+
+def test_a_folder_that_is_replaced_during_a_run_is_said_once(tmp_path: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    conditions = StopConditions(run_dir, 0.0, StopRequest(), active=True)
+    assert not conditions.stop and not caplog.text
+    run_dir.rename(tmp_path / "moved")
+    run_dir.mkdir()
+    assert not conditions.stop and not conditions.stop
+    assert caplog.text.count(f"run.dir={run_dir} was moved, removed or replaced while the run trains") == 1
