@@ -18,6 +18,7 @@ the learning rate of the same run began to decay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -127,7 +128,7 @@ def _verdict(
     """Lines: each recipe's tokens and cost, and which costs least. unit: of the lengths."""
     least, costs = {}, {base: Range(1.0, 1.0)}
     for name, length, price, floor in priced:
-        low, high = _ends(price)
+        low, high = price.ends or (0.0, math.inf)
         least[name] = low if floor is None else min(low, floor)
         bound = "" if floor is None else f", at least {floor:.2f} times in the last row"
         yield f"{name} needs {_text(price)} times {base}'s tokens at {unit} {length:g}{bound}."
@@ -154,11 +155,6 @@ def _verdict(
             )
 
 
-def _ends(price: Estimate) -> Range:
-    assert price.half_width is not None
-    return Range(price.mean - price.half_width, price.mean + price.half_width)
-
-
 def _text(price: Estimate) -> str:
-    low, high = _ends(price)
-    return f"{price.mean:.2f} [{low:.2f}, {high:.2f}]"
+    assert price.ends is not None
+    return f"{price.mean:.2f} [{price.ends[0]:.2f}, {price.ends[1]:.2f}]"

@@ -10,6 +10,7 @@ from scratch without a partner has a branch in the base that only made its trunk
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.price import Curve, fit
-from analysis.runs import comparable, difference_line, differences, settings_of
+from analysis.runs import difference_line, differences, settings_of
 from analysis.statistics import draw_estimates, estimates, gap_text, pooled, share_text
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config
@@ -116,7 +117,7 @@ def read_held_out(run_dir: Path) -> HeldOut:
     last, problem = 0, "not yet validated"
     for record in validations:
         measured = record["losses"]
-        if all(map(comparable, measured.values())):
+        if all(isinstance(loss, int | float) and 0 < loss < math.inf for loss in measured.values()):
             losses[record["tokens"]] = measured | {MEAN: float(np.mean(list(measured.values())))}
             last, problem = record["step"], ""
         else:

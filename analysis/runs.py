@@ -3,7 +3,6 @@ runs differ besides the recipe."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,3 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 def difference_line(name: str, other: str, found: Sequence[str]) -> str:
     """A note for a table with the gap of run `name` to run `other`."""
     return f"not only the recipe: {name} also differs from {other} in {', '.join(found)}"
-
-
-def comparable(loss: object) -> bool:
-    """Whether a held-out loss is a positive, finite number."""
-    return isinstance(loss, int | float) and math.isfinite(loss) and loss > 0

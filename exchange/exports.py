@@ -271,17 +271,15 @@ class Exports(Callback):
             try:
                 self._remove_incomplete(step)  # of a killed run
                 move_aside(self._folder(step))
-                self._running = self._start_export(step)
+                output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+                process = start_script(SCRIPT, self._arguments(step), output)
+                self._running = _Running(step, process, output, time.monotonic())
             except OSError as error:
                 self._failed(step, str(error))
 
     def _remove_incomplete(self, step: int) -> None:
         folder = self._folder(step)
         shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
-
-    def _start_export(self, step: int) -> _Running:
-        output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        return _Running(step, start_script(SCRIPT, self._arguments(step), output), output, time.monotonic())
 
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)

@@ -170,15 +170,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_IN_TRANSFORMERS = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
-print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=32)[0]))
-```"""
-
-
 def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
     """The README.md: the model, how and in which precision it was trained, and its validation losses."""
     config, trainer, model = checkpoint.config, checkpoint.trainer, checkpoint.config.model
@@ -206,11 +197,6 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
         if (at := trainer["switch"]["switched_at"]) is not None:
             lines.append(f"Precision switched to `{switch.target}` ({switch.scope}) before step {at + 1}.")
         lines.append(f"Quantized linears when this checkpoint was made: {plan['quantized_linears']}.")
-        lines.append("\n| recipe | linears | operands |\n|---|---|---|")
-        for recipe, operands in plan["recipes"].items():
-            count = sum(linear["recipe"] == recipe for linear in plan["linears"].values())
-            cells = "<br>".join(operands).replace("|", "\\|")
-            lines.append(f"| {recipe} | {count} | {cells} |")
     else:
         lines.append("These are imported weights; no run of this framework has trained them.")
     # The records of a run are beside its checkpoints.
@@ -218,11 +204,6 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
     if not checkpoint.weights_only and (last := last_validation(run_dir, checkpoint.step)) is not None:
         lines.append(f"\n## Held-out loss\n\nAfter step {last['step']:,}, in nats per token:\n")
         lines += [f"- {name}: {loss:.4f}" for name, loss in last["losses"].items() if loss is not None]
-    lines.append("\n## Use\n")
-    if nvfp4 is not None:
-        lines.append("```\nvllm serve .\n```")
-    if nvfp4 is None or nvfp4.layout is not nvfp4_weights.MODELOPT:
-        lines.append(_IN_TRANSFORMERS)
     return "\n".join(lines) + "\n"
 
 

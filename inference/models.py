@@ -49,7 +49,7 @@ def models_of(texts: Sequence[str], config_dir: Path, trusted: bool = False) -> 
         if not equals or Path(text).exists():
             name, rest = "", text
         path, resolved = Path(rest), Path(rest).resolve()
-        checkpoint = None if is_folder(path) else open_checkpoint(path, config_dir, trusted)
+        checkpoint = None if (path / CONFIG).is_file() else open_checkpoint(path, config_dir, trusted)
         of_run = (resolved / MANIFEST).is_file() and resolved.parent.name == "checkpoints"
         default = f"{resolved.parent.parent.name}@{step_of(resolved)}" if of_run else resolved.name
         found.append(Model(name or default, path, checkpoint))
@@ -92,11 +92,6 @@ class OpenedFolder(NamedTuple):
     model: Any
     tokenizer: Any
     stored: str
-
-
-def is_folder(path: Path) -> bool:
-    """Whether this is the folder of a Hugging Face model."""
-    return (path / CONFIG).is_file()
 
 
 def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: bool = True) -> OpenedFolder:
