@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_fp4.measure.replay import Trace
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import holds_first_copy
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -34,65 +32,33 @@ from megatron_fp4.training.step import (
 _LISTED = 3
 
 
-@dataclass
-class NonFiniteReport:
-    """Where one rank found numbers that are not finite while it computed one micro-batch.
+class _NotFinite(Trace):
+    """The names of the results that are not finite, in the order of execution."""
 
-    weights: parameters that were not finite before. output: the first module, in execution order, whose output was not
-    finite. output_gradient: the first module, in backward order, whose output's gradient was not finite; the fault is
-    then in the module that takes this output. gradients: parameters whose gradient was not finite.
-    """
-
-    weights: list[str] = field(default_factory=list)
-    output: str | None = None
-    output_gradient: str | None = None
-    gradients: list[str] = field(default_factory=list)
-
-    @property
-    def has_origin(self) -> bool:
-        """Whether it names a place in this rank's own computation, and not only gradients, which may be reduced."""
-        return bool(self.weights or self.output or self.output_gradient)
-
-    def __str__(self) -> str:
-        parts = {
-            f"weights of {_shorten(self.weights)}": self.weights,
-            f"first in the forward pass: the output of {self.output}": self.output,
-            f"first in the backward pass: the gradient of the output of {self.output_gradient}": self.output_gradient,
-            f"gradients of {_shorten(self.gradients)}": self.gradients,
-        }
-        return "; ".join(text for text, found in parts.items() if found)
+    def add(self, name: str, *tensors: Tensor) -> None:
+        for tensor in map(local_part, tensors):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                self.names.append(name)
 
 
 def find_nonfinite(
     model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, global_batch: GlobalBatch = ALONE
-) -> NonFiniteReport:
-    """Run forward and backward of one micro-batch of each rank again, and report where numbers stop being finite.
+) -> str:
+    """Run forward and backward of one micro-batch of each rank again; returns which weights were not finite before, and
+    the first result that is not finite; "" if there are none.
 
     global_batch: the step's global batch; the micro-batch has the same part in its loss as in the step.
     """
-    report = NonFiniteReport(weights=[name for name, p in model.named_parameters() if not _is_finite(p)])
-
-    def after_forward(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        for tensor in tensors_in(output):
-            if report.output is None and not _is_finite(tensor):
-                report.output = name
-            if tensor.requires_grad:
-                tensor.register_hook(partial(after_backward, name))
-
-    def after_backward(name: str, gradient: Tensor) -> None:
-        if report.output_gradient is None and not _is_finite(gradient):
-            report.output_gradient = name
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hook = module.register_forward_hook(partial(after_forward, name or "the model (its loss)"))
-            hooks.callback(hook.remove)
-        accumulate(model, [batch], mesh, step_state, global_batch=global_batch)
+    trace, weights = _NotFinite(), _NotFinite()
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not _is_finite(parameter.grad):
-            report.gradients.append(name)
+        weights.add(name, parameter)
+    with trace.of(model):
+        accumulate(model, [batch], mesh, step_state, global_batch=global_batch)
+    for parameter in model.parameters():
         parameter.grad = None
-    return report
+    more = f" and {len(weights.names) - _LISTED} more" if len(weights.names) > _LISTED else ""
+    of_weights = [f"weights of {', '.join(weights.names[:_LISTED])}{more}"] if weights.names else []
+    return "; ".join([*of_weights, *(f"first {name}" for name in trace.names[:1])])
 
 
 def diagnose_nonfinite(
@@ -104,22 +70,19 @@ def diagnose_nonfinite(
     """
     global_batch = global_batch_of(micro_batches, mesh)
     mine = [(batch.index, find_nonfinite(model, batch, mesh, step_state, global_batch)) for batch in micro_batches]
-    of_ranks: list[list[tuple[int, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
+    of_ranks: list[list[tuple[int, str]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)
-    found = [
-        (f"rank {rank}, micro-batch {index}: {report}", report.has_origin)
+    lines = [
+        f"rank {rank}, micro-batch {index}: {found}"
         for rank, entries in enumerate(of_ranks)
-        for index, report in entries
-        if str(report)
+        for index, found in entries
+        if found
     ]
-    if not found:
+    if not lines:
         return (
             "Computed again, every micro-batch is finite: suspect the reduction of gradients, or a device that "
             "does not repeat its results."
         )
-    # One faulty rank spoils the reduced gradients of all: a rank that found only gradients is named only if no rank
-    # found more.
-    lines = [line for line, has_origin in found if has_origin] or [line for line, _ in found]
     more = f", and {len(lines) - 4} more micro-batches" if len(lines) > 4 else ""
     return f"Not finite: {'. '.join(lines[:4])}{more}."
 
@@ -165,19 +128,3 @@ def diagnose_spike(
         f"Computed again: loss {loss:.4g}, gradient norm {norm:.4g}, {verdict}. Largest losses: {worst} (median of "
         f"{len(found)} micro-batches {middle:.4g}). Most of the squared gradient norm: {most}."
     )
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among a module's inputs or outputs: a tensor, or nested tuples and lists of tensors."""
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (tuple, list)) else []
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    local = local_part(tensor)
-    return not local.is_floating_point() or bool(local.isfinite().all())
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.measure.diagnosis import tensors_in
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -213,3 +212,10 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def _weighted(numbers: Tensor) -> Tensor:
     return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among a module's inputs or outputs: a tensor, or nested tuples and lists of tensors."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (tuple, list)) else []
