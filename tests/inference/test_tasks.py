@@ -3,6 +3,7 @@ network: libraries that would use it are imported only after the environment tel
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dic
 
 
 @pytest.mark.slow
-def test_the_libraries_are_imported_after_the_environment() -> None:
+def test_the_libraries_are_imported_after_the_environment(tmp_path: Path) -> None:
     """At import they read whether to stay offline; evaluate.py sets that if all tasks are shipped ones. If they are not
     installed, one line names the extra."""
     assert all(map(is_shipped, ("builtin", "builtin_cloze_*", "builtin_bytes_code")))
@@ -68,12 +69,13 @@ def test_the_libraries_are_imported_after_the_environment() -> None:
         "import sys\nimport scripts.evaluate as evaluate\n"
         "early = {'transformers', 'datasets', 'huggingface_hub', 'lm_eval'} & set(sys.modules)\n"
         "assert not early, early\n"
-        "import inference.models as models\nmodels.is_folder = lambda path: True\n"
         "sys.modules['lm_eval.tasks'] = None\n"
-        "code = evaluate.main(['x'])\n"
+        "code = evaluate.main([sys.argv[1]])\n"
         "import os\nassert os.environ['HF_HUB_OFFLINE'] == os.environ['HF_DATASETS_OFFLINE'] == '1'\n"
         "sys.exit(code)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2, ended.stderr
     assert "lm-eval and transformers are not installed: pip install" in ended.stderr
