@@ -303,8 +303,8 @@ class IndexedDataset:
         return offsets
 
     @cached_property
-    def sampled(self) -> tuple[str, np.ndarray]:
-        """The identity, and the least and largest id of each block of tokens that it covers: int64."""
+    def _sampled(self) -> tuple[str, np.ndarray]:
+        """The identity, and the least and largest id of each block of tokens that it covers."""
         digest, ids = hashlib.sha256(), list[int]()
         for file in (self._index, self._tokens):
             digest.update(file.size.to_bytes(8, "little"))
@@ -321,6 +321,11 @@ class IndexedDataset:
                     ids += [int(tokens.min()), int(tokens.max())]
         return f"blocks-1:{digest.hexdigest()}", np.array(ids)
 
+    @property
+    def sampled_ids(self) -> np.ndarray:
+        """Ids of the dataset, among them the least and the largest one of the tokens that `identity` covers: int64."""
+        return self._sampled[1]
+
     def identity(self) -> str:
         """`blocks-1:` and a sha256 over the `.idx` and then the `.bin`. Of each file it covers the size (u64) and 16
         blocks of 4 KiB, evenly spaced from end to end (block i begins at byte i * (size - 4096) // 15), or the whole
@@ -329,7 +334,7 @@ class IndexedDataset:
         It differs for another tokenizer, corpus or preparation and takes milliseconds for any size. It does not depend
         on the path, and does not detect a changed bit between the blocks.
         """
-        return self.sampled[0]
+        return self._sampled[0]
 
     def check_index(self, entries: int, blocks: int | None = None) -> None:
         """Check `blocks` blocks of `entries` entries of the index each, evenly spaced from end to end; None: check the

@@ -190,7 +190,7 @@ def open_indexed(
             f"set model.vocab_size to {num_ids} or more"
         )
     for (key, _), dataset in datasets.items():
-        check_ids(key, dataset, dataset.sampled[1], vocab_size)
+        check_ids(key, dataset, dataset.sampled_ids, vocab_size)
 
     def streams(key: str) -> dict[str, TokenSource]:
         parts = {name: [datasets[f"{key}.{name}", path] for path in found] for name, found in named[key].items()}

@@ -133,11 +133,6 @@ class EvenSegments(Segments):
         return [count + (number < rest) for number in range(len(self.counts))]
 
 
-def even_rows(counts_e: Tensor, total: int, parts: int) -> int:
-    """The same for the rows of tensor-parallel ranks."""
-    return total // parts
-
-
 class EvenExchange(Exchange):
     """All ranks send each other as many rows, for the same reason."""
 
@@ -146,6 +141,11 @@ class EvenExchange(Exchange):
         count, rest = divmod(len(self._position_n), self.ranks.size)
         rows = [count + (number < rest) for number in range(self.ranks.size)]
         return rows, rows
+
+
+def even_rows(counts_e: Tensor, total: int, parts: int) -> int:
+    """Each tensor-parallel rank's experts have as many rows, for the same reason."""
+    return total // parts
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:

@@ -144,7 +144,7 @@ def prove(options: argparse.Namespace, arguments: list[str]) -> int:
                 proofs.append(Proof(name, backend_name, untested=backend))
             else:
                 recipes = dict.fromkeys(case.recipe for case in cases[name])
-                found = [finding for case in cases[name] for finding in check(backend, case, device)]
+                found = [finding for case in cases[name] for finding in check(backend, case, device, fairness=True)]
                 found += [finding for recipe in recipes for finding in compare_with_cpu(backend, recipe, device)]
                 proofs.append(Proof(name, backend_name, found))
     text = report(proofs, device)

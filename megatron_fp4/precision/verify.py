@@ -323,16 +323,19 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
     return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
 
 
-def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
-    """All comparisons for one case, or the error that a kernel raised. A collective of the case's groups."""
+def check(backend: Backend, case: Case, device: torch.device, fairness: bool = False) -> list[Finding]:
+    """All comparisons for one case, or the error that a kernel raised. A collective of the case's groups.
+
+    fairness: also test the statistics of the project's own draws, which are compared bit for bit in any case.
+    """
     backend = LoneExpert() if case.experts else backend
     try:
-        return [Finding(case, *found) for found in _comparisons(backend, case, device)]
+        return [Finding(case, *found) for found in _comparisons(backend, case, device, fairness)]
     except Exception as error:  # such as a kernel that this chip cannot run, or another release's names
         return [Finding(case, "kernels", f"failed: {first_line(error)}")]
 
 
-def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:
+def _comparisons(backend: Backend, case: Case, device: torch.device, fairness: bool) -> Iterator[tuple[Any, ...]]:
     recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
     sharding = Sharding(rounding.Span(ranks=case.in_shards), rounding.Span(ranks=case.out_shards), case.num_groups)
@@ -360,7 +363,7 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         rows = rows_of(tensors[slot.tensor], call.place(slot.tensor), slot.transposed)
         fault = operand_fault(operand, *rows, call.request(slot), exact=True)
         yield f"{slot.name} gathered", fault
-    if not backend.draws_ours:
+    if fairness or not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
     groups = None
     if backend.accumulates:
