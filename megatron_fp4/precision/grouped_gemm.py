@@ -13,10 +13,12 @@ from megatron_fp4.quantization.cuda import Kernel, launch
 from megatron_fp4.quantization.segments import TILE_ROWS, Segments
 
 # Tiles (rows, columns, dot product) and options of an H200. One program fills its shared memory; of the weights' three
-# programs, whose sums are short, one multiplies while another adds its tile to the gradient.
-_ROWS_TILE, _WEIGHTS_TILE = (TILE_ROWS, 256, 64), (128, 128, 32)
+# programs, whose sums are short, one multiplies while another adds its tile to the gradient. With several segments for
+# an expert a program holds two sums, for which the registers of 4 warps do not suffice.
+_ROWS_TILE, _WEIGHTS_TILE, _SOURCES_TILE = (TILE_ROWS, 256, 64), (128, 128, 32), (128, 128, 64)
 _ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8, num_stages=4)
 _WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=4, num_stages=4)
+_SOURCES = Kernel("grouped_gemm.weights_kernel", num_warps=8, num_stages=5)
 
 
 def multiply_rows(
@@ -62,15 +64,16 @@ def multiply_weights(
     a: BF16 [m, padded rows]; b: BF16 [n, padded rows]; as views of contiguous [padded rows, m], [padded rows, n].
     scale_a, scale_b: FP32 [segments]; None: 1.
     """
-    a, b, (block_m, block_n, _) = a.t().contiguous(), b.t().contiguous(), _WEIGHTS_TILE
+    kernel, tile = (_WEIGHTS, _WEIGHTS_TILE) if segments.sources == 1 else (_SOURCES, _SOURCES_TILE)
+    a, b, (block_m, block_n, _) = a.t().contiguous(), b.t().contiguous(), tile
     m, n, num_experts = a.shape[1], b.shape[1], segments.num_experts
     out = torch.empty(num_experts, m, n, device=a.device) if total is None else total
     scales = a if scale_a is None else scale_a, a if scale_b is None else scale_b
     launch(
-        _WEIGHTS,
+        kernel,
         (num_experts * -(-m // block_m) * -(-n // block_n),),
         (a, b, out, *scales, segments.padded_starts, m, n, m, n),
-        {**_constants(_WEIGHTS_TILE, segments, scale_a, scale_b), "ADD": total is not None},
+        {**_constants(tile, segments, scale_a, scale_b), "ADD": total is not None},
     )
     return out
 
