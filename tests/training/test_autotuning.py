@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, pin_kernels, record_here
@@ -68,6 +70,27 @@ def test_choices_of_the_checkpoint_come_before_the_machines_unless_the_gpu_diffe
     resumed, lines, _ = start(tmp_path / "new", fastest=128, saved=other)
     assert set(sizes(resumed).values()) == {128} and resumed["environment"] == HERE
     assert "the checkpoint" in lines[0] and "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in lines[0]
+
+
+def test_configurations_of_all_kernels_are_compiled_before_one_is_timed(tmp_path: Path, monkeypatch) -> None:
+    """Those of known sizes are not; their kernels run, the others do not."""
+    start(tmp_path, fastest=64)
+    mode = SimpleNamespace(AsyncCompileMode=lambda executor, ignore_errors: nullcontext())
+    monkeypatch.setitem(sys.modules, "triton", mode)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernels, passes = install(fastest=32), list[Any]()
+
+    def rehearse() -> None:
+        call(128)
+        call(256)
+        passes.append([(list(kernel.compiled), kernel.launches[:], kernel.benchmarks) for kernel in kernels.values()])
+
+    with alone():
+        lines = pin_kernels(rehearse, None, tmp_path)
+    assert lines == ["kernels: 2 configurations known, 2 tuned, 0 s"]
+    assert passes == [[([64, 32, 128], [64], 0)] * 2, [([64, 32, 128], [64, 64, 32], 3)] * 2]
+    call(512)
+    assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "nothing is left in place"
 
 
 class FileCacheManager:

@@ -8,8 +8,9 @@ backward pass have, and Inductor gives each device its own cache folder.
 
 So in every run only the first rank tunes, before the first step, by one forward and backward pass of the scan; all
 other ranks use its choices. (Runs that need no determinism do this too: otherwise all ranks of all runs would tune for
-minutes in their first step.) Configurations are compiled in parallel and then timed one by one. The keys contain sizes
-of the model, not of the batch, so validation needs no more. Choices come, in this order, from
+minutes in their first step.) The configurations of all kernels are compiled in parallel, by a pass that launches none
+of them, and then timed one by one. The keys contain sizes of the model, not of the batch, so validation needs no more.
+Choices come, in this order, from
 
     the checkpoint      `autotuning` in trainer.json
     this machine        a file that earlier runs on such a GPU with these versions made: a second run from step 0
@@ -164,7 +165,7 @@ def _compute(linear: LinearContext, device: torch.device) -> None:
     torch.autograd.grad(y, (x, w), torch.zeros_like(y))
 
 
-def _load(compiled: Any, device: torch.device) -> None:
+def _load(compiled: Any, device: torch.device | int) -> None:
     """Load a kernel, and let Triton compile what launches it. An error comes again when it is launched."""
     with torch.cuda.device(device), contextlib.suppress(Exception):
         kernel = compiled.result(True) if hasattr(compiled, "result") else compiled
@@ -293,10 +294,9 @@ def _choose(
     known, began = choices_of(autotuners).keys(), time.perf_counter()
     testing = sys.modules.get("triton.testing")
     for autotuner in autotuners.values():
-        # Triton calls these attributes for a key without a choice.
-        autotuner.prune_configs = functools.partial(_compiled_at_once, autotuner)
         if testing is not None:
             autotuner.do_bench = functools.partial(testing.do_bench, warmup=_WARMUP, rep=_TIMED)
+    _compile_configurations(rehearse, autotuners)
     rehearse()
     tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
     if tuned:
@@ -368,21 +368,56 @@ def apply_choices(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
     return refused
 
 
-def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """Replaces `Autotuner.prune_configs` on the rank that tunes: compiles all configurations, and returns them."""
-    configs: list[Any] = type(autotuner).prune_configs(autotuner, arguments)
+class _NotLaunchedError(Exception):
+    """Instead of the launch of a kernel that is to be tuned."""
+
+
+def _compile_configurations(rehearse: Callable[[], object], autotuners: Mapping[str, Any]) -> None:
+    """Compile every configuration that `rehearse` will time, on all cores, and load them. What is not compiled here is
+    compiled when it is timed.
+
+    In one pool a configuration that takes seconds holds up no other kernel. Kernels with a choice are launched.
+    """
     mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
-    if mode is not None:  # otherwise each is compiled just before it is timed
-        workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
-        # An error of compilation is ignored here: it comes again, and is handled, when the configuration is timed.
-        try:
-            with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
-                for config in configs:
-                    settings = {**arguments, **config.all_kwargs(), "warmup": True}
-                    autotuner.fn.run(*autotuner.nargs.values(), **settings)
-        except Exception as error:
-            log.warning("kernels are compiled one by one, because compiling them in parallel failed: %r", error)
-    return configs
+    if mode is None:
+        return
+    compiled, cores = list[Any](), len(os.sched_getaffinity(0))
+    for autotuner in autotuners.values():
+        autotuner.run = functools.partial(_run_if_chosen, autotuner)
+        # Triton calls it for a key without a choice.
+        autotuner.prune_configs = functools.partial(_compile_instead, autotuner, compiled)
+    try:
+        # The mode is of this thread, so autograd must not start another. An error of a compiler comes again, and is
+        # handled, when the configuration is timed.
+        with (
+            ThreadPoolExecutor(cores) as executor,
+            mode(executor, ignore_errors=True),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            rehearse()
+        with ThreadPoolExecutor(cores) as executor:
+            list(executor.map(functools.partial(_load, device=torch.cuda.current_device()), compiled))
+    except Exception as error:
+        log.warning("kernels are compiled one by one, because compiling them in parallel failed: %r", error)
+    finally:
+        for autotuner in autotuners.values():
+            del autotuner.run, autotuner.prune_configs
+
+
+def _run_if_chosen(autotuner: Any, *args: Any, **options: Any) -> Any:
+    """Replaces `Autotuner.run`."""
+    with contextlib.suppress(_NotLaunchedError):
+        return type(autotuner).run(autotuner, *args, **options)
+
+
+def _compile_instead(autotuner: Any, compiled: list[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Replaces `Autotuner.prune_configs`: begins to compile all configurations, and ends the launch."""
+    configs = type(autotuner).prune_configs(autotuner, options)
+    for config in configs:
+        settings = {**options, **config.all_kwargs(), "warmup": True}
+        compiled.append(autotuner.fn.run(*autotuner.nargs.values(), **settings))
+    autotuner.best_config = configs[0]  # mamba-ssm asks for its block sizes after the launch
+    raise _NotLaunchedError
 
 
 def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
