@@ -2,21 +2,9 @@
 
 A model with the pattern `*-*-...` (or `*G*G...`) is Megatron's GPTModel, in which each pair is one layer. Any other is
 its MambaModel, in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16, of
-experts and multi-token prediction in 0.19. They are the same for Transformer Engine's layers and for Megatron's own,
-whose separate norms get these keys too:
-
-    embedding.word_embeddings.weight, output_layer.weight
-    decoder.layers.    GPT: the layers are stacked into one tensor with the layer as first axis (or, with
-                       non_homogeneous_layers, numbered as below)
-    decoder.layers.i.  Mamba, where i counts letters:
-        mixer.in_proj.layer_norm_weight, mixer.in_proj.weight.{z,x,B,C,dt}, mixer.conv1d.{weight,bias}.{x,B,C},
-        mixer.{A_log,D,dt_bias}, mixer.norm.weight, mixer.out_proj.weight
-        self_attention.linear_qkv.{layer_norm_weight,weight}, self_attention.linear_proj.weight
-        mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
-        pre_mlp_layernorm.weight, mlp.router.{weight,expert_bias}, mlp.fc{1,2}_latent_proj.weight,
-        mlp.experts.experts.linear_fc{1,2}.weight (all experts), mlp.shared_experts.linear_fc{1,2}.weight
-    mtp.layers.d.{enorm,hnorm,eh_proj,final_layernorm}.weight, mtp.layers.d.mtp_model_layer.layers.i. as in Mamba
-    decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
+experts and multi-token prediction in 0.19; each mixer's `megatron` has those of its block. They are the same for
+Transformer Engine's layers and for Megatron's own, whose separate norms have the keys of fused ones. GPT's layers are
+stacked into one tensor with the layer as first axis, or with non_homogeneous_layers numbered as in a MambaModel.
 
 Arguments have the names of Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py). A checkpoint saves
 it in `common.pt`, from which `--use-checkpoint-args` reads it.

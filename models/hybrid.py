@@ -1,12 +1,6 @@
 """A language model from a pattern of blocks: embedding, blocks, final norm, head.
 
-Each character of the pattern is one block, `h = h + mixer(norm(h))`:
-
-    M  Mamba-2        models/mamba2.py
-    *  attention      models/attention.py
-    -  FFN            models/mlp.py
-    G  gated FFN      models/mlp.py
-    E  experts        models/moe.py             (the table is in models/pattern.py)
+Each character of the pattern is one block, `h = h + mixer(norm(h))`; models/pattern.py has the table of mixers.
 
 The hidden state between blocks is h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence, with the
 sequence as the inner dimension. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the

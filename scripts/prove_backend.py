@@ -6,11 +6,9 @@
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
 Arguments before the options are overrides of pretrain.py. With overrides each linear of the model is computed with its
-recipe in the plan; without, some shapes with every recipe of the precision. It compares codes, scales and amax of every
-operand with the reference, and in a small linear with those that this machine's CPU makes. The
-results of the three GEMMs are compared with FP64, and those of NVFP4 with Blackwell's order of sums, bit for bit. NaN
-and inf must arrive in them, and stochastic rounding must pass a statistical test (precision/verify.py). It also reads
-from this machine's GEMMs in which order they add (precision/probes.py). The output is a block of Markdown.
+recipe in the plan; without, some shapes with every recipe of the precision. Beside the comparisons of
+precision/verify.py it compares a small linear's operands with those that this machine's CPU makes, and reads from this
+machine's GEMMs in which order they add (precision/probes.py). The output is a block of Markdown.
 
 --page also measures GEMMs and quantizers of a linear of the 8B hybrid, a step of a Transformer with eight layers, and
 whether CUDA graphs capture a linear.

@@ -16,15 +16,7 @@ Each line is a JSON object with a `kind`:
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates has step N.
 Numbers that are not finite are written as `null`, because JSON has no others. files.py handles failing disks.
 
-TensorBoard and wandb group curves by the part before the first slash:
-
-    loss            train, validation_<source>, validation (their mean)
-    bits_per_byte   <source>
-    optimizer       lr, grad_norm, skipped
-    speed           tokens_per_second, tflops_per_device, mfu, step_seconds, data_wait_seconds
-    memory          peak_gib
-    data            tokens, epochs_<source>
-    quantization_*, gradient_noise, text
+TensorBoard and wandb group curves by the part of their names before the first slash.
 """
 
 from __future__ import annotations

@@ -1,19 +1,7 @@
 """Tensor-parallel layers on token-major activations [tokens, dim].
 
-    ColumnParallelLinear   W [out, in], rows sharded      all tokens -> this rank's output features
-    PackedLinear           the same for several outputs in one weight, whose sections may have several recipes
-    RowParallelLinear      W [out, in], columns sharded   this rank's input features -> sums over ranks
-    GroupedLinear          W [experts, out, in]           each expert's tokens -> its output features
-    VocabParallelEmbedding E [vocab, dim], rows sharded
-    OutputHead             W [vocab, dim], rows sharded; quantized only if an exception names it
-
 The plan gives linears their recipe. No layer has a bias. With sequence parallelism `quantized_linear` gathers and
-scatters tokens while its GEMMs run (precision/linear.py). All other collectives are in the forward passes below:
-
-    enter_tensor_parallel   before a column-parallel layer: gives every rank all tokens with all features
-    leave_tensor_parallel   after a row-parallel layer: sums partial results over the ranks
-    gather_features         after a column-parallel layer: gives every rank all features
-    scatter_features        before a row-parallel layer: sums partial results, and gives every rank its features
+scatters tokens while its GEMMs run (precision/linear.py). All other collectives are in the forward passes below.
 
 Between layers a rank holds all tokens, or with sequence parallelism a contiguous slice of them. Sums are in the
 tensor's dtype (BF16 in training, as in the paper).
@@ -243,7 +231,7 @@ class OutputHead(nn.Module):
 
 
 def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    """All tokens on every rank.
+    """Before a column-parallel layer: all tokens on every rank.
 
     With sequence parallelism: all-gather over tokens, and reduce-scatter of the gradient. Without it: the tensor
     itself, and all-reduce of the gradient.
@@ -255,7 +243,7 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The sum of the partial results of all ranks.
+    """After a row-parallel layer: the sum of the partial results of all ranks.
 
     With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without it: all-reduce, and
     the gradient itself.

@@ -1,9 +1,5 @@
 """The linear layer: one autograd function, three GEMMs, a recipe for each operand.
 
-    fprop  y  = x W^T      x [tokens, in]     W [out, in]      -> y [tokens, out]
-    dgrad  dx = dy W       dy [tokens, out]   W^T [in, out]    -> dx [tokens, in]
-    wgrad  dW = dy^T x     dy^T [out, tokens] x^T [in, tokens] -> dW [out, in], always FP32
-
 `reference.py` specifies what it computes. `operands.py` says what is quantized, and how; this file has the flow: the
 GEMMs, the messages between ranks, and what autograd keeps.
 

@@ -6,13 +6,9 @@ first and last blocks, linears whose names match a pattern, and linears that a p
 BF16 otherwise. The embedding, norms and everything between the linears are never quantized.
 
 The paper switches to higher precision shortly before the learning rate decays (appendix D). "FP4 All the Way" (arXiv
-2505.19115, section 4.1) switches when the gradient is small compared with its quantization noise:
-
-    ||gradient|| / (sigma_q * sqrt(d))  <  sqrt(3)
-
-sigma_q is the standard deviation of the gradient's quantization noise in each of d coordinates, so the denominator is
-the norm of the noise. The switch takes effect between two optimizer steps, in the same step on all ranks: it depends
-only on the step's number, or on a measurement that is the same on all ranks.
+2505.19115, section 4.1) switches when the gradient is small compared with its quantization noise
+(measure/gradient_noise.py). The switch takes effect between two optimizer steps, in the same step on all ranks: it
+depends only on the step's number, or on a measurement that is the same on all ranks.
 """
 
 from __future__ import annotations

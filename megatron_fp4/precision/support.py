@@ -1,9 +1,5 @@
 """Which configured precisions can be computed, by which backend, and on which machine.
 
-    validate_precision        the recipe can be computed, and no option is without effect
-    check_sizes               blocks, transforms and the backend's GEMMs divide the input features
-    choose_backend            the backend of a run on this machine
-
 A user who sets an option expects an effect, so options without effect are refused. The default value of an option is
 never refused, nor is what an override may leave behind: the block of an operand whose format became BF16; `amax=shard`
 without tensor parallelism; any option of `switch` with `when=never`.

@@ -1,8 +1,5 @@
 """The trainer of a run: build, resume, train, save, roll back.
 
-    trainer = Trainer(config, models, data, callbacks, mesh)
-    ending = trainer.train(stops)
-
 Everything that a run does besides training steps is a callback. pretrain.py has the ordered list of callbacks; the
 trainer does not know any of them. pretrain.py also has what lives longer than the trainer: process group, lock, signals
 and state.json.

@@ -2,11 +2,7 @@
 
 A group, the 128 elements that one Hadamard transform mixes, is 128 rows of a column and belongs to one thread. So
 butterflies, maxima, sums and scales are chains of elementwise operations on one vector of columns per row, in the
-reference's order, and threads exchange nothing:
-
-    signs       draws the transform's signs
-    measure     reads x; makes amax of RHT(x^T)
-    quantize    reads x; makes values, or packed codes, along the rows
+reference's order, and threads exchange nothing.
 
 Measuring takes about 9 instructions an element, quantizing 25; the 128 numbers of a thread stay in registers. The
 transform is computed twice, which takes less time than writing and reading its result. Values and packed codes have the

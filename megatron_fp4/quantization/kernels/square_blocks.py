@@ -1,8 +1,4 @@
-"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which has the terms.
-
-    maxima     a part's rows -> the largest magnitude of each block, [row blocks, columns / BLOCK]
-    quantize   a part's rows and the maxima -> codes and scales
-    unpack     codes and scales -> values in BF16, with the padding of each group of rows
+"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which has the passes.
 
 Memory bandwidth limits all of them. The unit of data is a pair of neighbouring columns, whose codes are a byte. A
 program of the first two works on BLOCKS blocks side by side; it leaves out rows beyond the end of the part or of the
@@ -50,7 +46,7 @@ def maxima_kernel(
     FP32: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The largest magnitude of each block among the rows of the part."""
+    """The largest magnitude of each block among the rows of the part, [row blocks, columns / BLOCK]."""
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_blocks, BLOCKS)
     block = (tl.program_id(0) % across) * BLOCKS + tl.arange(0, BLOCKS)
@@ -117,7 +113,7 @@ def unpack_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Unpacks codes and scales of groups of rows, each group contiguous."""
+    """Unpacks codes and scales of groups of rows, each group contiguous, and adds the padding."""
     # Sizes and strides are in blocks: so Triton knows their divisors, and loads and stores are as wide as possible.
     PAIRS: tl.constexpr = BLOCK // 2
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
