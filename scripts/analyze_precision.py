@@ -206,8 +206,7 @@ def losses(run: Trainer, start: int, count: int, probe: Probe) -> list[float]:
             for micro_batch in micro_batches[: count - len(found)]:
                 state = run.precision.step_state
                 found.append(accumulate(run.model, [micro_batch], run.mesh, state, global_batch=ALONE).sum())
-                for parameter in run.model.parameters():
-                    parameter.grad = None
+                run.model.zero_grad()
     return torch.stack(found).tolist()
 
 

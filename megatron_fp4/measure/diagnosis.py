@@ -54,8 +54,7 @@ def find_nonfinite(
         weights.add(name, parameter)
     with trace.of(model):
         accumulate(model, [batch], mesh, step_state, global_batch=global_batch)
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     more = f" and {len(weights.names) - _LISTED} more" if len(weights.names) > _LISTED else ""
     of_weights = [f"weights of {', '.join(weights.names[:_LISTED])}{more}"] if weights.names else []
     return "; ".join([*of_weights, *(f"first {name}" for name in trace.names[:1])])

@@ -97,8 +97,7 @@ def gradient_noise(
         accumulate(model, micro_batches, mesh, controller.step_state)
         sum_replicated_gradients(parameters, mesh)
         found = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        model.zero_grad()
         return found
 
     quantized = gradients()

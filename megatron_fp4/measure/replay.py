@@ -110,8 +110,7 @@ def compute(
 
     def forget() -> None:
         """Drop gradients and the codes of weights that linears keep, so that the next computation makes them again."""
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         for context in controller.linears.values():
             context.weight_cache = None
 

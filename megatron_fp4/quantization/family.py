@@ -49,8 +49,10 @@ class Grid(NamedTuple):
     largest: float
 
     def round(self, values: Tensor, key: RoundingKey | None = None) -> Tensor:
-        """FP32 `values` [rows, cols], at most `largest`, on the grid: to nearest, or by the draws of `key`."""
+        """FP32 `values` [rows, cols], at most `largest`, on the grid: to nearest, or by the draws of `key`; NaN stays
+        NaN."""
         binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+        # Subnormals are as far apart as the smallest normal numbers.
         spacing = binade.clamp(min=2.0 ** (2 - 2 ** (self.exponent - 1))) * 2.0**-self.mantissa
         if key is None:
             return torch.round(values / spacing) * spacing

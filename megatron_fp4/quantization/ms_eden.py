@@ -37,6 +37,7 @@ from torch import Tensor
 
 from megatron_fp4.quantization import cuda, rounding
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
+from megatron_fp4.quantization.family import GRIDS
 from megatron_fp4.quantization.fp4 import PackedColumns, hash_starts, new_pair
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor, all_reduce_maxima, block_amax, scale_blocks
@@ -94,8 +95,7 @@ def _group_sums(values: Tensor) -> Tensor:
 def _rounded_scales(scales: Tensor, key: rounding.RoundingKey) -> Tensor:
     """FP32 [rows, blocks] rounded to float8_e4m3fn stochastically, by the draws of `key`."""
     block_key = key.at(rounding.Place(key.place.rows, key.place.columns.blocks(BLOCK)))
-    uniform = rounding.rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
-    return rounding.round_e4m3_stochastic(scales.clamp(max=rounding.E4M3_MAX), uniform).to(torch.float8_e4m3fn)
+    return GRIDS["e4m3"].round(scales.clamp(max=rounding.E4M3_MAX), block_key).to(torch.float8_e4m3fn)
 
 
 class FusedMSEden(Fused):

@@ -105,17 +105,6 @@ def to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def round_e4m3_stochastic(values: Tensor, uniform: Tensor) -> Tensor:
-    """FP32 0 <= `values` <= 448 rounded to one of the two adjacent E4M3 values, in FP32: up with probability
-    (distance from the lower one) / spacing, otherwise down; NaN stays NaN.
-
-    uniform: draws in [0, 1) of the shape of `values`, with at most 16 bits; then a value on the grid stays unchanged.
-    """
-    binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
-    spacing = binade.clamp(min=2.0**-6) * 2.0**-3  # subnormals are as far apart as the smallest normal numbers
-    return torch.floor(values / spacing + uniform) * spacing
-
-
 def to_ue8m0_up(values: Tensor) -> Tensor:
     """UE8M0 codes (biased exponents, uint8) of non-negative FP32 `values` rounded **up** to a power of two.
 

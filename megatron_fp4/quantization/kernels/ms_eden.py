@@ -240,7 +240,7 @@ def to_bf16(x):
 
 @triton.jit
 def stochastic_e4m3(scale, uniform):
-    """`rounding.round_e4m3_stochastic`."""
+    """`Grid.round` of E4M3 (`family.py`) by a draw."""
     exponent = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
     spacing = exponent.to(tl.float32, bitcast=True) * 0.125
     per_spacing = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 8.0  # exact
