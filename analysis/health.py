@@ -105,7 +105,6 @@ class Health:
 
     @property
     def verdict(self) -> str:
-        """The verdict and its reasons."""
         if not self.worse and not self.unknown:
             compared = counted(self.compared, "product")
             return f"HEALTHY: {compared} as specified on this machine, errors and loss as usual"

@@ -148,7 +148,6 @@ class GatedMLP(MLP):
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
     def inner(self, x_td: Tensor) -> Tensor:
-        """As of `MLP`."""
         return self._swiglu(self.gate_up_proj.layout, self.num_local_groups, *self.gate_up_proj(x_td))
 
     @classmethod

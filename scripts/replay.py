@@ -148,7 +148,6 @@ class RecordedSpikes(Spikes):
         return None
 
     def after_step(self, step: Step) -> None:
-        """Roll back if the run did."""
         self.observe(step.result)
         if step.done in self._rollbacks:
             self.trainer.roll_back(step.done, self._rollbacks[step.done])

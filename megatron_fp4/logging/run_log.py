@@ -98,7 +98,6 @@ class RunLog:
         self.metrics.record(self._steps_done, "time", self.times.record())
 
     def step(self, metrics: StepMetrics) -> None:
-        """Log a training step."""
         self.metrics.step(metrics)
         self.console.step(metrics)
         if self._steps_done == self.console.start_step:

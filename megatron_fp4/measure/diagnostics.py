@@ -320,7 +320,6 @@ class ProbedCall:
                 self._operand(recipes.WGRAD_ACTIVATION, source.t(), x.numel(), unit)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, dw: Tensor) -> None:
-        """Measure wgrad."""
         self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
 
     def _source(self, slot: recipes.OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -410,7 +409,6 @@ class _ProbedSegments:
                 self.calls[-1][2].forward(y[rows])
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """As `ProbedCall.backward`."""
         dx = None if dx is None else self.segments.sort(dx)
         for _, rows, probed in self.calls:
             probed.gradients(dy[rows], None if dx is None else dx[rows], wgrad=dw is not None)

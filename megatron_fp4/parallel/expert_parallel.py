@@ -90,13 +90,11 @@ class NoExchange:
         self.counts, self.positions = counts_e, position_n
 
     def to_experts(self, x_nd: Tensor) -> Tensor:
-        """x_nd."""
         return x_nd
 
     from_experts = to_experts
 
     def arrived(self, started: Tensor, back: bool = False) -> Tensor:
-        """started."""
         return started
 
 

@@ -501,5 +501,4 @@ class _LoneCall(LinearCall):
         self.micro_batch, self._first, self._at = 0, first, at
 
     def place(self, tensor: str, all_tokens: bool = False) -> Place:
-        """As `LinearCall.place`."""
         return Place(Span(self._first if tensor == "weight" else self._at))

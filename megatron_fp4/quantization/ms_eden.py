@@ -163,7 +163,6 @@ class _OperandAlongRows:
         return values.t()
 
     def packed(self) -> PackedColumns:
-        """The operand as 4-bit codes."""
         blocks, width = self.tiles * GROUP // BLOCK, self.columns // 2
         layouts = ((blocks, BLOCK // 4, width), torch.int32), ((blocks, width), torch.int16)
         codes, scales = new_pair(*layouts, self.x.device)

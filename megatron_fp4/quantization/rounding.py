@@ -178,7 +178,6 @@ class Place:
         return tuple(span.ranks for span in (self.rows, self.columns) if span.ranks is not None)
 
     def t(self) -> Place:
-        """The place of the transposed tensor."""
         assert self.segments is None
         return Place(self.columns, self.rows)
 

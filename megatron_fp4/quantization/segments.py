@@ -124,7 +124,6 @@ class Segments:
 
     @property
     def padded_starts(self) -> Tensor:
-        """`starts` with the padding."""
         return self._bounds[1, :-1]
 
     @functools.cached_property
@@ -173,7 +172,6 @@ class Segments:
         return torch.searchsorted(starts[1:], row, right=True), starts
 
     def counts_on_host(self) -> list[int]:
-        """`counts` as numbers."""
         return [self.equal] * len(self.counts) if self.equal else self.counts.tolist()
 
     @functools.cached_property

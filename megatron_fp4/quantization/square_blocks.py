@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import E2M1_VALUES
 from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_values
 
+Rows = TypeVar("Rows", int, Tensor)
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
@@ -71,10 +73,9 @@ class RowBlocks:
     def blocks_per_group(self) -> int:
         return self.padded_group_rows // self.block
 
-    def block_of(self, row: int) -> int:
-        """The number of the block of `row`."""
-        group, row_in_group = divmod(row, self.group_rows)
-        return group * self.blocks_per_group + row_in_group // self.block
+    def block_of(self, row: Rows) -> Rows:
+        """The number of the block of `row`, or of each row."""
+        return row // self.group_rows * self.blocks_per_group + row % self.group_rows // self.block
 
     @property
     def first_block(self) -> int:
@@ -87,9 +88,7 @@ class RowBlocks:
 
     def local_blocks(self, device: torch.device) -> Tensor:
         """int64 [rows]: the number of each row's block, counted from `first_block`."""
-        row = torch.arange(self.first, self.end, device=device)
-        group, row_in_group = row // self.group_rows, row % self.group_rows
-        return group * self.blocks_per_group + row_in_group // self.block - self.first_block
+        return self.block_of(torch.arange(self.first, self.end, device=device)) - self.first_block
 
 
 def block_maxima(
