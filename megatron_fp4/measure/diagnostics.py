@@ -400,7 +400,6 @@ class _ProbedSegments:
     which is an expert's."""
 
     def __init__(self, probe: Probe, call: GroupedCall, x: Tensor, y: Tensor) -> None:
-        assert call.segments is not None
         self.x, self.segments, y = x, call.segments, call.segments.sort(y)
         self.calls: list[tuple[int, slice, ProbedCall]] = []
         for number, (rows, _) in enumerate(call.segments.sizes):

@@ -450,6 +450,8 @@ class GroupedCall(LinearCall):
     backend adds; x, y and their gradients do not. Weights are kept as values: codes would be unpacked at every GEMM.
     """
 
+    segments: Segments
+
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor, segments: Segments) -> None:
         super().__init__(context, weight, x)
         _, outputs, inputs = self._stored.shape
@@ -470,20 +472,17 @@ class GroupedCall(LinearCall):
 
     def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
         """All rows of x or dy, in the order of the segments."""
-        assert self.segments is not None
         return self.segments.sort(x)
 
     def place(self, tensor: str, all_tokens: bool = False) -> Place:
         """As `LinearCall.place`. all_tokens: no rank has a slice."""
         if tensor == "weight":
             return Place(segments=self.experts)
-        assert self.segments is not None
         positions = self.segments.positions
         return Place(Span(0 if positions is None else positions), segments=self.segments)
 
     def lone(self, number: int, x: Tensor) -> LinearCall:
         """A lone linear's call with the codes and results of a segment, whose rows are `x`. Waits for the device."""
-        assert self.segments is not None
         expert, (_, rows) = number % self.segments.num_experts, self.segments.sizes[number]
         weight = self.master.unflatten(0, (len(self.experts.counts), -1))[expert]
         at = self.segments.padded_positions

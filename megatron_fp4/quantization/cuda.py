@@ -103,7 +103,9 @@ class Fused(ABC):
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         """x: BF16, or FP32, which is rounded to BF16. columns, rows: the operands along its columns and along its rows,
         of one format. place: of x in the global tensor."""
-        self.x, self.sides, self.place = x, {"columns": columns, "rows": rows}, place
+        sides = {"columns": columns, "rows": rows}
+        self.x, self.place = x, place
+        self.sides = {along: side for along, side in sides.items() if side is not None}
         self.scales: dict[str, Tensor] = {}
 
     @staticmethod

@@ -143,8 +143,7 @@ class FusedFP4(Fused):
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
         x = aligned(x)
         super().__init__(x, columns, rows, place)
-        side = columns or rows
-        assert side is not None
+        side = next(iter(self.sides.values()))
         self.block = side.block[1]
         self._segments = segments = place.segments
         self._shape, rows_at = x.shape, place.rows.at
@@ -169,7 +168,7 @@ class FusedFP4(Fused):
         assert isinstance(place.columns.at, int), "the kernels take an index of rows only"
         self._has_tensor_scale = side.format == "nvfp4"
         if self._has_tensor_scale:
-            self.scales = {along: torch.empty((), device=x.device) for along, side in self.sides.items() if side}
+            self.scales = {along: torch.empty((), device=x.device) for along in self.sides}
         self._measure(columns.key if columns else None, rows.key if rows else None)
         if self._has_tensor_scale:
             all_reduce_maxima(self._amax, place.amax_groups)
@@ -232,7 +231,6 @@ class FusedFP4(Fused):
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
         """BF16 values, or with `keep` packed codes and scales."""
         side = self.sides[along]
-        assert side is not None
         return self._along_columns(side, keep) if along == "columns" else self._along_rows(side, keep)
 
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:

@@ -80,9 +80,7 @@ class FusedFP8(Fused):
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | BlockScaled:
         """With power-of-two scales BF16 values; otherwise codes in BF16 (with `keep` in one byte) and their scales."""
-        side = self.sides[along]
-        assert side is not None
-        if side.power_of_two_scales:
+        if self.sides[along].power_of_two_scales:
             values, _ = quantize_in_tiles(_QUANTIZE, self, along, "power of two", "values")
             return values if along == "columns" else values.t()
         codes, scales = quantize_in_tiles(_QUANTIZE, self, along, "fp32", "bytes" if keep else "codes")
@@ -97,7 +95,6 @@ def quantize_in_tiles(kernel: Kernel, fused: Fused, along: str, scales: str, out
     BF16 or in `bytes` and the scales of their blocks. All in the layout of the tensor.
     """
     side = fused.sides[along]
-    assert side is not None
     x, (num_rows, num_columns), size = fused.x.contiguous(), fused.x.shape, side.block[1]
     rows, columns = side.block if along == "columns" else reversed(side.block)
     what = f"{side.format}: {tuple(x.shape)} in blocks of {rows}x{columns}"

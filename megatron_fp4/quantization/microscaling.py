@@ -100,6 +100,4 @@ class FusedMXFP8(Fused):
     def _codes(self, along: str) -> tuple[Tensor, Tensor]:
         """Codes and scales in the tensor's layout; those of square blocks are repeated for the operand's rows."""
         codes, scales = quantize_in_tiles(_QUANTIZE, self, along, "e8m0", "bytes")
-        side = self.sides[along]
-        assert side is not None
-        return codes, scales.repeat_interleave(side.block[0], dim=0 if along == "columns" else 1)
+        return codes, scales.repeat_interleave(self.sides[along].block[0], dim=0 if along == "columns" else 1)

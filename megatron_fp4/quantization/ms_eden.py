@@ -107,10 +107,9 @@ class FusedMSEden(Fused):
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, place)
         self._operands: dict[str, _OperandAlongRows] = {}
         for along, side in self.sides.items():
-            if side is not None:
-                at_rows = (self.x, place) if along == "rows" else (self.x.t().contiguous(), place.t())
-                self._operands[along] = _OperandAlongRows(*at_rows, side)
-                self.scales[along] = self._operands[along].scale
+            at_rows = (self.x, place) if along == "rows" else (self.x.t().contiguous(), place.t())
+            self._operands[along] = _OperandAlongRows(*at_rows, side)
+            self.scales[along] = self._operands[along].scale
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:

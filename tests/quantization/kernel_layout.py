@@ -31,8 +31,10 @@ class PackedFP4(FusedFP4):
     """`FusedFP4` for NVFP4 on a CPU."""
 
     def __init__(self, x: Tensor, columns: Side | None = None, rows: Side | None = None, place: Place = WHOLE) -> None:
-        self.x, self.sides, self.place = x.to(torch.bfloat16), {"columns": columns, "rows": rows}, place
-        self.scales = {along: torch.empty(()) for along, side in self.sides.items() if side is not None}
+        sides = {"columns": columns, "rows": rows}
+        self.x, self.place = x.to(torch.bfloat16), place
+        self.sides = {along: side for along, side in sides.items() if side is not None}
+        self.scales = {along: torch.empty(()) for along in self.sides}
         transformed = self.x.t() if rows is None else _transformed(self.x.t(), rows)
         self.maxima = {"columns": self.x.abs().amax().float(), "rows": transformed.abs().amax().float()}
         for amax, group in itertools.product(self.maxima.values(), place.amax_groups):
@@ -40,7 +42,7 @@ class PackedFP4(FusedFP4):
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
         side = self.sides[along]
-        assert side is not None and self.makes(side, along)
+        assert self.makes(side, along)
         x = self.x if along == "columns" else _transformed(self.x.t(), side)
         rounding = "stochastic" if side.key else "nearest"
         key = side.key and side.key.at(self.place if along == "columns" else self.place.t())
