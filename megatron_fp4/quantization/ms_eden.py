@@ -70,7 +70,8 @@ def encode_ms_eden(rows: Tensor, key: rounding.RoundingKey, *, amax: Tensor | No
     scaled = scale_blocks(rows, torch.where(scales == 0, torch.zeros_like(encode), encode))
     codes = rounding.round_e2m1_nearest(scaled.clamp(-rounding.E2M1_MAX, rounding.E2M1_MAX))
     corrected = scales * _correction(scaled, codes).repeat_interleave(GROUP // BLOCK, dim=1)
-    scales = _rounded_scales(corrected, key)
+    block_key = key.at(rounding.Place(key.place.rows, key.place.columns.blocks(BLOCK)))
+    scales = GRIDS["e4m3"].round(corrected.clamp(max=rounding.E4M3_MAX), block_key).to(torch.float8_e4m3fn)
     return NVFP4Tensor(codes, scales, (1, BLOCK), rows < 0, amax=amax, scale_max=SCALE_MAX)
 
 
@@ -90,12 +91,6 @@ def _group_sums(values: Tensor) -> Tensor:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
     return total[..., 0]
-
-
-def _rounded_scales(scales: Tensor, key: rounding.RoundingKey) -> Tensor:
-    """FP32 [rows, blocks] rounded to float8_e4m3fn stochastically, by the draws of `key`."""
-    block_key = key.at(rounding.Place(key.place.rows, key.place.columns.blocks(BLOCK)))
-    return GRIDS["e4m3"].round(scales.clamp(max=rounding.E4M3_MAX), block_key).to(torch.float8_e4m3fn)
 
 
 class FusedMSEden(Fused):
