@@ -4,6 +4,7 @@
 """
 
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,8 @@ class Autotuner:
         self.do_bench, self.cache = do_bench, {}
 
     def run(self, *args: Any) -> None:
-        self.nargs = named = dict(zip(self.arg_names, args, strict=True))
+        named = dict(zip(self.arg_names, args, strict=True))
+        self.nargs: dict[str, Any] | None = named
         key = tuple(named[name] for name in self.keys)
         if len(self.configs) > 1 and key not in self.cache:
             times = {}
@@ -34,6 +36,7 @@ class Autotuner:
         if config.pre_hook is not None:
             config.pre_hook(named)
         self.fn.run(*args, **config.all_kwargs())
+        self.nargs = None
 
     def prune_configs(self, arguments: dict[str, Any]) -> list[Any]:
         return self.configs
@@ -46,7 +49,7 @@ class Heuristics:
 
 class Kernel:
     """A kernel to tune. launches: the block sizes that it ran with. compiled: those that were compiled without running.
-    benchmarks: the number of measurements."""
+    loading: how many threads loaded it at once, at each load. benchmarks: the number of measurements."""
 
     def __init__(self, name: str, fastest: int) -> None:
         def fn(x: int, n: int) -> None: ...
@@ -56,15 +59,30 @@ class Kernel:
         self.launches: list[int] = []
         self.hooked: list[int] = []
         self.compiled: list[int] = []
-        self.benchmarks = 0
+        self.loading: list[int] = []
+        self.benchmarks = self.threads = 0
 
-    def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> None:
+    def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> Any:
         (self.compiled if options.get("warmup") else self.launches).append(BLOCK_SIZE_M)
+        return Compiled(self)
 
     def bench(self, call: Callable[[], None], quantiles: Any) -> list[float]:
         call()
         self.benchmarks += 1
         return [float(self.launches.pop() != self.fastest)]
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    @property
+    def run(self) -> None:
+        """Triton loads a kernel when this is read."""
+        self.kernel.threads += 1
+        self.kernel.loading.append(self.kernel.threads)
+        time.sleep(0.02)
+        self.kernel.threads -= 1
 
 
 def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:

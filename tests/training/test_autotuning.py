@@ -1,6 +1,7 @@
 """The configurations of autotuned kernels: rank 0 chooses them once, and all ranks and later starts use them."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megatron_fp4.training.callbacks import kernels as autotuning
-from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, pin_kernels, record_here
+from megatron_fp4.training.callbacks.kernels import KeptKernels, choices_in, live_autotuners, pin_kernels, record_here
 from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
@@ -75,20 +76,25 @@ def test_choices_of_the_checkpoint_come_before_the_machines_unless_the_gpu_diffe
 def test_configurations_of_all_kernels_are_compiled_before_one_is_timed(tmp_path: Path, monkeypatch) -> None:
     """Those of known sizes are not; their kernels run, the others do not."""
     start(tmp_path, fastest=64)
-    mode = SimpleNamespace(AsyncCompileMode=lambda executor, ignore_errors: nullcontext())
-    monkeypatch.setitem(sys.modules, "triton", mode)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernels, passes = install(fastest=32), list[Any]()
+    kernels, passes, held = install(fastest=32), list[Any](), list[Any]()
 
     def rehearse() -> None:
         call(128)
         call(256)
         passes.append([(list(kernel.compiled), kernel.launches[:], kernel.benchmarks) for kernel in kernels.values()])
+        held.extend(autotuner.nargs for autotuner in live_autotuners().values())
 
-    with alone():
+    with monkeypatch.context() as patch, alone():
+        mode = SimpleNamespace(AsyncCompileMode=lambda executor, ignore_errors: nullcontext())
+        patch.setitem(sys.modules, "triton", mode)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", nullcontext)
+        patch.setattr(os, "sched_getaffinity", lambda process: range(8))
         lines = pin_kernels(rehearse, None, tmp_path)
     assert lines == ["kernels: 2 configurations known, 2 tuned, 0 s"]
     assert passes == [[([64, 32, 128], [64], 0)] * 2, [([64, 32, 128], [64, 64, 32], 3)] * 2]
+    assert held == [None] * 4, "no tensor stays in memory"
+    assert [kernel.loading for kernel in kernels.values()] == [[1, 1, 1]] * 2, "one thread loads a kernel"
     call(512)
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "nothing is left in place"
 

@@ -154,7 +154,7 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
     with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
         compiled = [cuda.compiled_ahead(*launch) for launch in gpu.launched.values()]
     with ThreadPoolExecutor(workers) as executor:
-        list(executor.map(functools.partial(_load, device=device), compiled))
+        list(executor.map(functools.partial(_load, device=device), ([kernel] for kernel in compiled)))
 
 
 def _compute(linear: LinearContext, device: torch.device) -> None:
@@ -165,11 +165,12 @@ def _compute(linear: LinearContext, device: torch.device) -> None:
     torch.autograd.grad(y, (x, w), torch.zeros_like(y))
 
 
-def _load(compiled: Any, device: torch.device | int) -> None:
-    """Load a kernel, and let Triton compile what launches it. An error comes again when it is launched."""
-    with torch.cuda.device(device), contextlib.suppress(Exception):
-        kernel = compiled.result(True) if hasattr(compiled, "result") else compiled
-        getattr(kernel, "run", None)
+def _load(compiled: Iterable[Any], device: torch.device | int) -> None:
+    """Load kernels, and let Triton compile what launches them. An error comes again when one is launched."""
+    with torch.cuda.device(device):
+        for kernel in compiled:
+            with contextlib.suppress(Exception):
+                getattr(kernel.result(True) if hasattr(kernel, "result") else kernel, "run", None)
 
 
 class KeptKernels:
@@ -381,11 +382,11 @@ def _compile_configurations(rehearse: Callable[[], object], autotuners: Mapping[
     mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
     if mode is None:
         return
-    compiled, cores = list[Any](), len(os.sched_getaffinity(0))
-    for autotuner in autotuners.values():
+    compiled, cores = [list[Any]() for _ in autotuners], len(os.sched_getaffinity(0))
+    for autotuner, ours in zip(autotuners.values(), compiled, strict=True):
         autotuner.run = functools.partial(_run_if_chosen, autotuner)
         # Triton calls it for a key without a choice.
-        autotuner.prune_configs = functools.partial(_compile_instead, autotuner, compiled)
+        autotuner.prune_configs = functools.partial(_compile_instead, autotuner, ours)
     try:
         # The mode is of this thread, so autograd must not start another. An error of a compiler comes again, and is
         # handled, when the configuration is timed.
@@ -395,6 +396,7 @@ def _compile_configurations(rehearse: Callable[[], object], autotuners: Mapping[
             torch.autograd.set_multithreading_enabled(False),
         ):
             rehearse()
+        # One thread for all configurations of a kernel, which share a launcher: others would compile it, too.
         with ThreadPoolExecutor(cores) as executor:
             list(executor.map(functools.partial(_load, device=torch.cuda.current_device()), compiled))
     except Exception as error:
@@ -417,6 +419,7 @@ def _compile_instead(autotuner: Any, compiled: list[Any], options: Mapping[str, 
         settings = {**options, **config.all_kwargs(), "warmup": True}
         compiled.append(autotuner.fn.run(*autotuner.nargs.values(), **settings))
     autotuner.best_config = configs[0]  # mamba-ssm asks for its block sizes after the launch
+    autotuner.nargs = None  # as after a launch: otherwise the tensors of this pass stay in memory during the next
     raise _NotLaunchedError
 
 
