@@ -19,15 +19,15 @@ from megatron_fp4.training.callbacks.numerics import SelfTest
 from pretrain import CONFIGS
 from scripts import replay
 from tests.distributed.one_rank import flip_a_bit
-from tests.spiked_run import FAST, printed_by, small_corpus
+from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
-from tests.test_resume import checkpoint
+from tests.test_resume import Start, checkpoint, start
 
+__all__ = ["start"]
 pytestmark = pytest.mark.slow
 
 FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=2", "precision.switch.when=3"]
 NO_SWITCH = "precision.switch.when=never"
-Start = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,6 @@ def imported(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = ((name, source.tensor(name)) for name in source.tensors)
     write_weights_only(folder, source.config, tensors, imported={"from": "a test"})
     return folder
-
-
-@pytest.fixture
-def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
-    """Start pretrain.py with run.dir and overrides; it must end with `code`. Returns what it printed."""
-    return lambda run_dir, *given, code=0: printed_by([*FEW, *data, f"run.dir={run_dir}", *given], capsys, code)
 
 
 def trainer(run_dir: Path, step: int) -> dict[str, Any]:

@@ -87,8 +87,7 @@ TOGETHER = [
     (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
     (["spikes.action=rollback", "checkpoint.interval=0"], "no checkpoint to roll back to", "100"),
     # --- batch, schedule, phases
-    ("train.micro_batch_size=3", "train.global_batch_size=8 is not a multiple of train.micro_batch_size=3 x 1"),
-    ("train.global_batch_size=6", "use 4 or 8, or change one of these two", "4"),
+    ("train.global_batch_size=6", "=6 is not a multiple of train.micro_batch_size=4 x 1 data-parallel r", "4", "8"),
     (["train.sequence_length=8e8", "train.micro_batch_size=4"], "more than kernels can index (2,147,483,647)"),
     (["train.steps=1e9", "train.global_batch_size=1e9"], "more than a run can count (1e18); lower train.steps"),
     (PHASE.format("blend: {code: 1}, sequence_length: 96"), "data.phases[0].sequence_length=96 does not divide"),
@@ -166,11 +165,7 @@ RECIPES = [
 ]
 # (overrides, ranks, words of the line, perhaps the remedy), on GPUs
 ON_GPUS = [
-    (
-        ["parallel.tensor=3"],
-        4,
-        "parallel.tensor=3 x parallel.expert=1 x parallel.replicate=1 does not divide the 4 ranks of",
-    ),
+    (["parallel.tensor=3"], 4, "=3 x parallel.expert=1 x parallel.replicate=1 does not divide the 4 ranks of"),
     (["parallel.tensor=2"], 1, "one rank of this run; their product must be one of 1, or the ranks a multiple of 2"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),

@@ -60,9 +60,11 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
-    """Start pretrain.py with run.dir and overrides; it must end with `code`. Returns what it printed."""
-    return lambda run_dir, *given, code=0: printed_by([*FEW, *data, f"run.dir={run_dir}", *given], capsys, code)
+def start(request: pytest.FixtureRequest, data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
+    """Start pretrain.py with the module's FEW, run.dir and overrides; it must end with `code`. Returns what it
+    printed."""
+    few = [*request.module.FEW, *data]
+    return lambda run_dir, *given, code=0: printed_by([*few, f"run.dir={run_dir}", *given], capsys, code)
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

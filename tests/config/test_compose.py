@@ -19,14 +19,10 @@ BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: 
 SOURCES = "data.sources={web: /data/web, code: /data/code}"
 
 
-def make(*overrides: str) -> Config:
-    return compose_config(list(overrides), CONFIGS)
-
-
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     given = ["run.dir=~/x", "checkpoint.resume='~/y'", "data=indexed", "data.sources={web: ['~/w']}", "data.phases=[]"]
-    config = make(*given)
+    config = composed(*given)
     assert (config.run.dir, config.checkpoint.resume) == ("/home/me/x", "/home/me/y")
     assert config.data.sources == {"web": ["/home/me/w"]}
     assert config_from_saved(as_saved(config), ["run.dir=~/z"], CONFIGS, trusted=True).run.dir == "/home/me/z"
@@ -34,13 +30,13 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_values_are_converted_to_the_type_of_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "17")
-    config = make("optimizer.lr=1", "train.steps=${oc.env:STEPS}", "run.dir=5", "train.cuda_graphs=true")
+    config = composed("optimizer.lr=1", "train.steps=${oc.env:STEPS}", "run.dir=5", "train.cuda_graphs=true")
     assert (config.optimizer.lr, config.train.steps, config.run.dir) == (1.0, 17, "5")
     assert isinstance(config.optimizer.lr, float) and config.train.cuda_graphs == "true"
     for text, number in {"1e3": 1000, "10k": 10_000, "1_000": 1000, "1.001M": 1_001_000, "'2e1'": 20}.items():
-        steps = make(f"train.steps={text}").train.steps
+        steps = composed(f"train.steps={text}").train.steps
         assert steps == number and type(steps) is int
-    assert make("optimizer.eps='1e-30'").optimizer.eps == 1e-30
+    assert composed("optimizer.eps='1e-30'").optimizer.eps == 1e-30
 
 
 def test_defaults_are_valid() -> None:
@@ -53,7 +49,7 @@ def test_defaults_are_valid() -> None:
 
 
 def test_overrides_of_every_form() -> None:
-    config = make(
+    config = composed(
         "parallel.sequence=false", "precision.bf16_blocks.names=['blocks.3.*', '*.out_proj']", "data=indexed", SOURCES,
         "data.validation.web=/data/web_valid", "data.blends={first: {web: 1}}", "+data.seed=3", "data.phases=[]",
         "precision.fprop.weight.block=1x16", "precision.fprop.weight.four_over_six=true",
@@ -70,23 +66,23 @@ def test_overrides_of_every_form() -> None:
 def test_the_name_of_a_changed_recipe_lists_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RHT", "0")
     for same in ("precision.switch.when=0.5", "precision.wgrad.rht=16"):
-        assert make(same).precision.name == "nvfp4"
-    config = make("precision.wgrad.rht=0", "precision.fprop.weight.block=1x16")
+        assert composed(same).precision.name == "nvfp4"
+    config = composed("precision.wgrad.rht=0", "precision.fprop.weight.block=1x16")
     assert config.precision.name == "nvfp4 with fprop.weight.block=1x16 wgrad.rht=0"
     saved = saved_of(config)
     assert config_from_saved(saved, [], CONFIGS) == config
     one = config_from_saved(saved, ["precision.wgrad.rht=16"], CONFIGS)
     assert one.precision.name == "nvfp4 with fprop.weight.block=1x16"
     assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.name == "mxfp8"
-    assert make("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
+    assert composed("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
     given = "exceptions=[{names: [head], precision: mxfp8}]"
-    assert make(f"precision.{given}").precision.name == f"nvfp4 with {given}"
+    assert composed(f"precision.{given}").precision.name == f"nvfp4 with {given}"
 
 
 def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
     """The same holds in the target of a switch and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
-    config = make("precision=nvfp4_nemotron_3", model)
+    config = composed("precision=nvfp4_nemotron_3", model)
     _, attention, mamba, _ = config.precision.exceptions
     assert (attention.names, attention.blocks, mamba.names, mamba.blocks) == (["*"], "*", ["*.out_proj"], "M")
     for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
@@ -98,7 +94,7 @@ def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
     usual = composed(model).precision
     own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)
     assert own == usual
-    switched = make(model, "precision.switch.when=0.5", "precision.switch.target=nvfp4_nemotron_3").after_switch
+    switched = composed(model, "precision.switch.when=0.5", "precision.switch.target=nvfp4_nemotron_3").after_switch
     assert switched is not None and switched.exceptions == config.precision.exceptions
     assert config_from_saved(saved_of(config), [], CONFIGS) == config
     assert config_from_saved(saved_of(config), ["precision=mxfp8"], CONFIGS).precision.exceptions == []
@@ -175,7 +171,7 @@ def test_qaf_can_be_combined_with_experiments_and_recipes() -> None:
 
 def test_switch_target_resolves_with_the_runs_model() -> None:
     model = ("model=nemotron_h_12b", "model.nvfp4_bf16_blocks.last=3", "precision=bf16")
-    target = make(*model, "precision.switch.when=0.5", "precision.switch.target=mxfp4").after_switch
+    target = composed(*model, "precision.switch.when=0.5", "precision.switch.target=mxfp4").after_switch
     assert target is not None and target.name == "mxfp4"
     assert (target.bf16_blocks.first, target.bf16_blocks.last) == (2, 3)
 
@@ -187,7 +183,7 @@ def test_configs_are_named_as_their_files() -> None:
 
 
 def test_to_yaml_composes_to_the_same_configuration(tmp_path: Path) -> None:
-    config = make("train.steps=123", "data.phases=[{name: a, fraction: 1.0, blend: {code: 2}}]")
+    config = composed("train.steps=123", "data.phases=[{name: a, fraction: 1.0, blend: {code: 2}}]")
     (tmp_path / "config.yaml").write_text("defaults:\n  - schema\n  - _self_\n\n" + to_yaml(config))
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "bf16.yaml").write_text("name: bf16\n")

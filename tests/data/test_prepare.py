@@ -295,18 +295,13 @@ def test_a_command_killed_at_any_place_resumes_to_the_same_bytes(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_tasks")
 def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
-    """Workers have the command's stdout open, so `communicate` returns when they end. The same call then resumes."""
+    """Workers have the command's stdout open, so `communicate` returns when they end."""
     json_lines(tmp_path / "a.jsonl", TEXTS)
     child = started(tmp_path)
     assert child.stdout is not None and child.stdout.readline() == "saved\n"
     child.kill()
     child.communicate(timeout=300)
-    assert os.listdir(tmp_path / "out") == ["web.parts"]
-    for name in ("out", "undisturbed"):
-        killed.prepare(tmp_path, tmp_path / name)
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
 @pytest.mark.usefixtures("small_tasks")

@@ -169,10 +169,6 @@ def cut_by(expression: str, normalizer: str | None = None, added: str | None = N
     return HuggingFaceTokenizer(json.dumps(settings), "a test")
 
 
-def by_library(tokenizer: HuggingFaceTokenizer, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in tokenizer._tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-
 def random_texts(seed: int, number: int) -> list[str]:
     draw = random.Random(seed)
     texts = ["".join(draw.choices(ASCII + OTHERS * (i % 2), k=draw.randint(0, 60))) for i in range(number)]
@@ -187,7 +183,7 @@ def test_any_text_gets_the_ids_of_tokenizers(shape: tuple[str], monkeypatch: pyt
     subject = cut_by(*shape)
     assert subject._words is not None
     texts = [*random_texts(1, 300), "x".join(random_texts(2, 100)), ""]
-    expected = by_library(subject, texts)
+    expected = [found.ids for found in subject._tokenizer.encode_batch(texts, add_special_tokens=False)]
     assert any(400 in ids for ids in expected) == (len(shape) == 3)
     for at_once in (1 << 18, 8, 1):
         monkeypatch.setattr(module, "_CHARACTERS_AT_ONCE", at_once)

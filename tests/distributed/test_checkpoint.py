@@ -39,10 +39,6 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _random_numbers() -> list[float]:
-    return [random.random(), float(np.random.normal()), torch.rand(()).item()]
-
-
 def run(
     rank: int,
     root: str,
@@ -76,7 +72,7 @@ def run(
             batches, requests = toy_batches(step, mesh), StepRequests(stop=stop.requested)
             result = train_step(model, optimizer, batches, mesh, step_state, step=step, requests=requests)
             losses.append((result.loss, result.grad_norm))
-            draws += _random_numbers()
+            draws += [random.random(), float(np.random.normal()), torch.rand(()).item()]
             done, stopped = step + 1, result.requests.stop
             if done % interval == 0 or stopped or done == until:
                 checkpointer.save(

@@ -147,10 +147,6 @@ def bring_code(folder: Path) -> None:
     (folder / "own.py").write_text(f"open({str(folder.with_name('ran'))!r}, 'w')\nclass Own: ...\n")
 
 
-def link_a_file(folder: Path) -> None:
-    (folder / "chat_template.jinja").symlink_to("/etc/hostname")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -182,7 +178,8 @@ def test_wrong_input_gives_one_line(
     monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))
     places = {"folder": folders["hybrid"], "checkpoint": checkpoints["hybrid"].folder}
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # the answer to "Do you wish to run the custom code?"
-    changes = {"layout": use_another_layout, "part": remove_a_weight, "code": bring_code, "link": link_a_file}
+    changes = {"layout": use_another_layout, "part": remove_a_weight, "code": bring_code}
+    changes["link"] = lambda folder: (folder / "chat_template.jinja").symlink_to("/etc/hostname")
     for name, damage in changes.items():
         if f"{{{name}}}" in arguments:
             places[name] = folder_of(tmp_path / name, checkpoints["transformer"])

@@ -69,10 +69,6 @@ def test_the_residual_stream_is_measured_after_each_block(mesh: ParallelMesh) ->
     assert list(found.values()) == pytest.approx(expected, rel=1e-5) and found["blocks.1"] > found["blocks.0"] > 0
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple[list[Any], list[float], list[Any]]:
     """Train two models, one of which is measured, replayed and rechecked; assert that both stay equal and that replays
     and rechecks find no difference. Returns diagnostics, gradient norms and gradient noise of every second step."""
@@ -103,7 +99,7 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
         if found := probe.collect(list(on.linears)):
             records.append(diagnostics_record(found) | {"residual_rms": stream.collect()})
             norms.append(result[1])
-    assert _same(on.weights(), off.weights())
+    assert all(torch.equal(x, y) for x, y in zip(on.weights(), off.weights(), strict=True))
     return records, norms, noises
 
 

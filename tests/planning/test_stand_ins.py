@@ -20,10 +20,6 @@ def bf16(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
 
-def fp32(*shape: int) -> Tensor:
-    return torch.empty(shape, requires_grad=True)
-
-
 def growth(ledger: Ledger, before: int) -> tuple[int, int]:
     """Bytes alive now and at the peak, above `before`. Restarts the peak."""
     grown = ledger.live_bytes - before, ledger.peak_bytes - before
@@ -59,7 +55,7 @@ def test_memory_of_the_scan() -> None:
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         x, dt = bf16(BATCH, LENGTH, HEADS, DIM), bf16(BATCH, LENGTH, HEADS)
         b, c = (bf16(BATCH, LENGTH, groups, state) for _ in range(2))
-        a, d, bias = (fp32(HEADS) for _ in range(3))
+        a, d, bias = (torch.empty(HEADS, requires_grad=True) for _ in range(3))
         before = ledger.live_bytes
         y = stand_ins.scan(ScanInputs(x, dt, a, b, c, d, bias), chunk)
         steps, chunks = BATCH * LENGTH * HEADS, BATCH * LENGTH // chunk

@@ -57,10 +57,6 @@ def swap_nibbles(parts: dict[str, Any]) -> None:
         parts[name] = None if parts[name] is None else (parts[name] >> 4) | (parts[name] << 4)
 
 
-def double_maximum(parts: dict[str, Any]) -> None:
-    parts["amax_rowwise"] *= 2
-
-
 def zero_stochastic_codes(parts: dict[str, Any]) -> None:
     if parts["quantizer"].stochastic_rounding:
         parts["rowwise_data"] *= 0
@@ -70,7 +66,7 @@ def zero_stochastic_codes(parts: dict[str, Any]) -> None:
     ("settings", "spoil", "seen"),
     [
         ({}, swap_nibbles, "fprop_activation codes: values differ in"),
-        ({}, double_maximum, "fprop_weight codes: tensor scale differ"),
+        ({}, lambda parts: parts["amax_rowwise"].mul_(2), "fprop_weight codes: tensor scale differ"),
         ({}, lambda parts: parts.update(with_gemm_swizzled_scales=False), "fprop_weight codes: values differ in"),
         ({}, zero_stochastic_codes, "dgrad_gradient draws: codes differ in"),
         ({"with_rht": False}, None, "wgrad_activation codes: values differ in"),

@@ -6,6 +6,7 @@
 import sys
 import time
 from collections.abc import Callable
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +29,10 @@ class Autotuner:
         self.nargs: dict[str, Any] | None = named
         key = tuple(named[name] for name in self.keys)
         if len(self.configs) > 1 and key not in self.cache:
-            times = {}
-            for config in self.prune_configs({}):
-                times[config] = self.do_bench(lambda c=config: self.fn.run(*args, **c.all_kwargs()), (0.5,))
-            self.cache[key] = min(times, key=times.__getitem__)
+            self.cache[key] = min(
+                self.prune_configs({}),
+                key=lambda config: self.do_bench(lambda: self.fn.run(*args, **config.all_kwargs()), (0.5,)),
+            )
         config = self.cache[key] if len(self.configs) > 1 else self.configs[0]
         if config.pre_hook is not None:
             config.pre_hook(named)
@@ -49,40 +50,28 @@ class Heuristics:
 
 class Kernel:
     """A kernel to tune. launches: the block sizes that it ran with. compiled: those that were compiled without running.
-    loading: how many threads loaded it at once, at each load. benchmarks: the number of measurements."""
+    loaded_by: the thread of each load. benchmarks: the number of measurements."""
 
     def __init__(self, name: str, fastest: int) -> None:
         def fn(x: int, n: int) -> None: ...
 
         fn.__module__, fn.__name__ = "mamba_ssm.ops.triton.ssd_combined", name
         self.fn, self.fastest = fn, fastest
-        self.launches: list[int] = []
-        self.hooked: list[int] = []
-        self.compiled: list[int] = []
-        self.loading: list[int] = []
-        self.benchmarks = self.threads = 0
+        self.launches, self.hooked, self.compiled, self.loaded_by = (list[int]() for _ in range(4))
+        self.benchmarks = 0
 
     def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> Any:
         (self.compiled if options.get("warmup") else self.launches).append(BLOCK_SIZE_M)
-        return Compiled(self)
+        return type("Compiled", (), {"run": property(self.load)})()  # Triton loads a kernel when `run` is read
+
+    def load(self, compiled: Any) -> None:
+        self.loaded_by.append(get_ident())
+        time.sleep(0.02)  # meanwhile another thread would load the next one
 
     def bench(self, call: Callable[[], None], quantiles: Any) -> list[float]:
         call()
         self.benchmarks += 1
         return [float(self.launches.pop() != self.fastest)]
-
-
-class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    @property
-    def run(self) -> None:
-        """Triton loads a kernel when this is read."""
-        self.kernel.threads += 1
-        self.kernel.loading.append(self.kernel.threads)
-        time.sleep(0.02)
-        self.kernel.threads -= 1
 
 
 def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:

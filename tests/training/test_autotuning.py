@@ -94,7 +94,8 @@ def test_configurations_of_all_kernels_are_compiled_before_one_is_timed(tmp_path
     assert lines == ["kernels: 2 configurations known, 2 tuned, 0 s"]
     assert passes == [[([64, 32, 128], [64], 0)] * 2, [([64, 32, 128], [64, 64, 32], 3)] * 2]
     assert held == [None] * 4, "no tensor stays in memory"
-    assert [kernel.loading for kernel in kernels.values()] == [[1, 1, 1]] * 2, "one thread loads a kernel"
+    loaded_by = [kernel.loaded_by for kernel in kernels.values()]
+    assert loaded_by == [[threads[0]] * 3 for threads in loaded_by], "one thread loads a kernel"
     call(512)
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "nothing is left in place"
 
