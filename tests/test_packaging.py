@@ -45,14 +45,19 @@ def tracked() -> list[str]:
     return [name for name in listed.split() if (ROOT / name).exists()]
 
 
+def copy_tracked(folder: Path, without: str) -> None:
+    """Copy them to `folder`, without those whose path begins so."""
+    for name in (name for name in tracked() if not name.startswith(without)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the content of a wheel built from the repository's files."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
-    for name in (name for name in tracked() if not name.startswith("tests/")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
+    copy_tracked(copy, without="tests/")
     build = "import setuptools.build_meta as b; b.build_wheel('..')"
     subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
