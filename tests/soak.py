@@ -249,8 +249,8 @@ def differences(expected: Path, run_dir: Path, damaged: bool = False, power: boo
     names, others = (
         [path.name for path in files.list_checkpoints(folder / "checkpoints")] for folder in (expected, run_dir)
     )
-    # A save that is killed before it removes the oldest one leaves that to the next; twice in a row is seen. A power
-    # cut can bring back what was removed just before.
+    # A save that is killed before it removes the oldest one leaves that to the next save, which may be killed too. A
+    # power cut can bring back what was removed just before.
     older = [name for name in others if name < names[0]][: None if power else 2]
     if others != [*older, *names]:
         found.append(f"checkpoints are {others}, not {names}")

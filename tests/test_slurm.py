@@ -41,6 +41,7 @@ def write(run_dir: Path, monkeypatch: pytest.MonkeyPatch, state: str, start: str
         ("stopped", "run.max_minutes=230", "0", True),
         ("stopped", "the file STOP", "0", False),
         ("crashed", 'RuntimeError: "quoted"', "0", True),
+        ("running", "", "1", True),  # killed
         ("hung", "rank 3 on node7 hangs in step 7, save", "0", True),
     ],
 )

@@ -230,7 +230,7 @@ def _check_memory(config: Config, needed: int, peak_of: Callable[[Config], int])
             needed_then = peak_of(_with(config, {**changes, key: value}))
         except ValueError:  # not possible in this run
             continue
-        if needed_then < 0.99 * best:  # less is no remedy
+        if needed_then < 0.99 * best:  # a smaller saving is no remedy
             changes[key], best = value, needed_then
         if best <= memory * _GIB:
             break

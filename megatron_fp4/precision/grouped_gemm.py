@@ -15,10 +15,9 @@ from megatron_fp4.quantization.segments import TILE_ROWS, Segments
 # Tiles (rows, columns, dot product) and options of an H200. One program fills its shared memory; of the weights' three
 # programs, whose sums are short, one multiplies while another adds its tile to the gradient. With several segments for
 # an expert a program holds two sums, for which the registers of 4 warps do not suffice.
-_ROWS_TILE, _WEIGHTS_TILE, _SOURCES_TILE = (TILE_ROWS, 256, 64), (128, 128, 32), (128, 128, 64)
-_ROWS = Kernel("grouped_gemm.rows_kernel", num_warps=8, num_stages=4)
-_WEIGHTS = Kernel("grouped_gemm.weights_kernel", num_warps=4, num_stages=4)
-_SOURCES = Kernel("grouped_gemm.weights_kernel", num_warps=8, num_stages=5)
+_ROWS_TILE, _ROWS = (TILE_ROWS, 256, 64), Kernel("grouped_gemm.rows_kernel", num_warps=8, num_stages=4)
+_ONE_SEGMENT = (128, 128, 32), Kernel("grouped_gemm.weights_kernel", num_warps=4, num_stages=4)
+_SEVERAL_SEGMENTS = (128, 128, 64), Kernel("grouped_gemm.weights_kernel", num_warps=8, num_stages=5)
 
 
 def multiply_rows(
@@ -64,7 +63,7 @@ def multiply_weights(
     a: BF16 [m, padded rows]; b: BF16 [n, padded rows]; as views of contiguous [padded rows, m], [padded rows, n].
     scale_a, scale_b: FP32 [segments]; None: 1.
     """
-    kernel, tile = (_WEIGHTS, _WEIGHTS_TILE) if segments.sources == 1 else (_SOURCES, _SOURCES_TILE)
+    tile, kernel = _ONE_SEGMENT if segments.sources == 1 else _SEVERAL_SEGMENTS
     a, b, (block_m, block_n, _) = a.t().contiguous(), b.t().contiguous(), tile
     m, n, num_experts = a.shape[1], b.shape[1], segments.num_experts
     out = torch.empty(num_experts, m, n, device=a.device) if total is None else total

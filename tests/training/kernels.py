@@ -62,16 +62,23 @@ class Kernel:
 
     def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> Any:
         (self.compiled if options.get("warmup") else self.launches).append(BLOCK_SIZE_M)
-        return type("Compiled", (), {"run": property(self.load)})()  # Triton loads a kernel when `run` is read
-
-    def load(self, compiled: Any) -> None:
-        self.loaded_by.append(get_ident())
-        time.sleep(0.02)  # meanwhile another thread would load the next one
+        return Compiled(self.loaded_by)
 
     def bench(self, call: Callable[[], None], quantiles: Any) -> list[float]:
         call()
         self.benchmarks += 1
         return [float(self.launches.pop() != self.fastest)]
+
+
+class Compiled:
+    def __init__(self, loaded_by: list[int]) -> None:
+        self.loaded_by = loaded_by
+
+    @property
+    def run(self) -> None:
+        """Triton loads a kernel when this is read."""
+        self.loaded_by.append(get_ident())
+        time.sleep(0.02)  # meanwhile another thread would load the next one
 
 
 def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:

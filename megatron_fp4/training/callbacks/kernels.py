@@ -153,8 +153,7 @@ def compile_quantizers(linears: Iterable[LinearContext], device: torch.device) -
     workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
     with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
         compiled = [cuda.compiled_ahead(*launch) for launch in gpu.launched.values()]
-    with ThreadPoolExecutor(workers) as executor:
-        list(executor.map(functools.partial(_load, device=device), ([kernel] for kernel in compiled)))
+    _load([[kernel] for kernel in compiled], workers, device)
 
 
 def _compute(linear: LinearContext, device: torch.device) -> None:
@@ -165,12 +164,18 @@ def _compute(linear: LinearContext, device: torch.device) -> None:
     torch.autograd.grad(y, (x, w), torch.zeros_like(y))
 
 
-def _load(compiled: Iterable[Any], device: torch.device | int) -> None:
-    """Load kernels, and let Triton compile what launches them. An error comes again when one is launched."""
-    with torch.cuda.device(device):
-        for kernel in compiled:
-            with contextlib.suppress(Exception):
-                getattr(kernel.result(True) if hasattr(kernel, "result") else kernel, "run", None)
+def _load(groups: Iterable[Iterable[Any]], workers: int, device: torch.device | int) -> None:
+    """Load compiled kernels in `workers` threads, and let Triton compile the C function that launches each. Kernels of
+    a group have the same function, so one thread loads them. An error comes again when a kernel is launched."""
+
+    def load(group: Iterable[Any]) -> None:
+        with torch.cuda.device(device):
+            for kernel in group:
+                with contextlib.suppress(Exception):
+                    getattr(kernel.result(True) if hasattr(kernel, "result") else kernel, "run", None)
+
+    with ThreadPoolExecutor(workers) as executor:
+        list(executor.map(load, groups))
 
 
 class KeptKernels:
@@ -374,10 +379,11 @@ class _NotLaunchedError(Exception):
 
 
 def _compile_configurations(rehearse: Callable[[], object], autotuners: Mapping[str, Any]) -> None:
-    """Compile every configuration that `rehearse` will time, on all cores, and load them. What is not compiled here is
-    compiled when it is timed.
+    """Compile every configuration that `rehearse` will time, and load it. What is not compiled here is compiled when it
+    is timed. Kernels with a choice are launched.
 
-    In one pool a configuration that takes seconds holds up no other kernel. Kernels with a choice are launched.
+    All configurations are in one pool, so that no kernel waits for the slowest configuration of another. The pool has
+    all cores, because the other ranks wait.
     """
     mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
     if mode is None:
@@ -396,9 +402,7 @@ def _compile_configurations(rehearse: Callable[[], object], autotuners: Mapping[
             torch.autograd.set_multithreading_enabled(False),
         ):
             rehearse()
-        # One thread for all configurations of a kernel, which share a launcher: others would compile it, too.
-        with ThreadPoolExecutor(cores) as executor:
-            list(executor.map(functools.partial(_load, device=torch.cuda.current_device()), compiled))
+        _load(compiled, cores, torch.cuda.current_device())
     except Exception as error:
         log.warning("kernels are compiled one by one, because compiling them in parallel failed: %r", error)
     finally:
